@@ -1,0 +1,92 @@
+// kernel_list.h - one prototype a kernel; included by kernels.h once for each backend (hence no include guard).
+//
+// Letters: B micro-batch, T sequence, C channels, NH heads, HS = C / NH, OC output channels, V vocabulary, Vp padded
+// vocabulary, N = B*T rows. Activations, their gradients and weights share one dtype (fp32, bf16 or fp16), called
+// "act" below; statistics, losses and parameter gradients are fp32 ("f32").
+//
+// Rules that hold for all:
+// - Parameter gradients (dw, db) are overwritten when `accumulate` is false and added to when it is true; activation
+//   gradients are overwritten. A prototype that deviates says so.
+// - Arguments may not alias unless the prototype allows it. Shapes are checked; a mismatch is a bug and ends the program.
+// - Results do not depend on the number of threads: sums run in a fixed order, without atomics.
+// - Work goes to `stream`; a kernel never waits for the host.
+
+// out[b,t,:] = wte[tokens[b,t],:] + wpe[t,:].   out act (B,T,C); tokens int32 (B,T), each in [0,V); wte act (Vp,C); wpe act (>=T,C).
+void embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, Stream stream);
+
+// dwte[v,:] (+)= sum of dout[b,t,:] over tokens[b,t] = v;  dwpe[t,:] (+)= sum over b of dout[b,t,:].
+// dwte f32 (Vp,C), dwpe f32 (P,C), P >= T; dout act (B,T,C). Without accumulation, rows that no token touches become 0.
+// The flags are apart because a tied head has already written dwte.
+void embedding_backward(Tensor dwte, Tensor dwpe, const int32_t *tokens, Tensor dout, bool accumulate_wte, bool accumulate_wpe, Stream stream);
+
+// out = (x - mean) * rstd * w + b over the last dimension; rstd = 1/sqrt(variance + eps), variance biased, two passes.
+// out, x act (N,C); mean, rstd f32 (N); w, b act (C).
+void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor w, Tensor b, float eps, Stream stream);
+
+// residual = x + delta (rounded to act), then layernorm_forward of residual. residual may alias x or delta.
+void residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor delta, Tensor w, Tensor b, float eps, Stream stream);
+
+// With n = (x - mean) * rstd and g = dout * w:  dx = dresidual + rstd * (g - mean_C(g) - n * mean_C(g * n));
+// dw (+)= sum_N dout * n;  db (+)= sum_N dout.   dresidual act (N,C), optional, may alias dx. dw, db f32 (C).
+void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd, Tensor dresidual, bool accumulate, Stream stream);
+
+// out = inp @ w^T + bias + residual. If pre_gelu is given: pre_gelu = inp @ w^T + bias, out = gelu(pre_gelu), and residual is
+// not given. out act (N,OC); inp act (N,C); w act (OC,C); bias act (OC), optional; residual, pre_gelu act (N,OC), optional.
+// residual may alias out.
+void linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residual, Tensor pre_gelu, Stream stream);
+
+// dinp = dout @ w, times gelu'(pre_gelu) if pre_gelu is given.   dinp act (N,C); dout act (N,OC); pre_gelu act (N,C), optional.
+void linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, Stream stream);
+
+// dw (+)= dout^T @ inp;  dbias (+)= sum_N dout.   dw f32 (OC,C); dbias f32 (OC), optional; dout act (N,OC); inp act (N,C).
+void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream);
+
+// out = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form of GPT-2 (Hendrycks and Gimpel 2016). out may alias x.
+void gelu_forward(Tensor out, Tensor x, Stream stream);
+
+// dx = dout * gelu'(x). dx may alias dout.
+void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream stream);
+
+// dbias (+)= sum_N dout.   dbias f32 (OC); dout act (N,OC).
+void bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream);
+
+// Causal attention, streaming over keys (Milakov and Gimelshein 2018; Dao et al. 2022): the T x T matrix is never stored.
+// out[b,t,h,:] = sum_{s<=t} softmax_s(q.k / sqrt(HS)) v.   out act (B,T,C); lse f32 (B,NH,T), the logarithm of the
+// denominator (natural); qkv act (B,T,3C), q then k then v, each of NH heads of HS. HS: any on the CPU, a multiple of 8
+// up to 128 on the GPU.
+void attention_forward(Tensor out, Tensor lse, Tensor qkv, int NH, Stream stream);
+
+// With P = exp(q.k/sqrt(HS) - lse), D = rowsum(dout * out):  dv = P^T dout,  dS = P * (dout v^T - D),
+// dq = dS k / sqrt(HS),  dk = dS^T q / sqrt(HS).   dqkv act (B,T,3C).
+void attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, int NH, Stream stream);
+
+// losses[i] = logsumexp(logits[i,:V]) - logits[i,targets[i]]. If write_dlogits: logits[i,j] = (softmax_j - [j = target]) * dloss
+// in place, and columns V..Vp-1 become 0; otherwise logits stay. logits act (N,Vp); losses f32 (N); targets int32 (N), in
+// [0,V), or negative: no loss and no gradient for this row.
+void classifier_forward_backward(Tensor logits, Tensor losses, const int32_t *targets, int64_t V, float dloss, bool write_dlogits, Stream stream);
+
+// *out (+)= sum of x, in double, in a fixed order. x f32; out is one double in the backend's memory.
+void sum_to_double(double *out, Tensor x, bool accumulate, Stream stream);
+
+// *out (+)= sum of x^2, in double, in a fixed order. NaN and infinity propagate. x f32.
+void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream);
+
+// dst[i] = src[i], rounded to dst's dtype (nearest, ties to even). Any pair of dtypes; same number of elements.
+void convert(Tensor dst, Tensor src, Stream stream);
+
+// t[i] = value.
+void fill(Tensor t, float value, Stream stream);
+
+// Optimizers. master, grad and the states are f32 (n); param act (n) gets the rounded master. In fp32 training param and
+// master are the same memory. g = grad * args.grad_scale.
+
+// AdamW (Loshchilov and Hutter 2019): [decoupled: w -= lr*wd*w, else g += wd*w]; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
+// w -= lr * (m / bias_correction1) / (sqrt(v / bias_correction2) + eps).
+void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, Stream stream);
+
+// Lion (Chen et al. 2023): w -= lr*wd*w; w -= lr * sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g.
+void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, Stream stream);
+
+// SGD: g += wd*w; if momentum != 0: m = first_update ? g : momentum m + (1-dampening) g; g = nesterov ? g + momentum m : m;
+// w -= lr g. momentum_buffer is not given when momentum is 0.
+void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, Stream stream);

@@ -1,0 +1,40 @@
+// kernels.h - the mathematics of the trainer, twice: namespace cpu (the oracle, and the laptop's backend) and, in CUDA
+// builds, namespace cuda. Unqualified names mean the backend that was built; a caller that wants the CPU twin on
+// purpose says cpu::. This is the only file that asks whether CUDA is there.
+//
+// To add a kernel: a prototype in kernel_list.h, an implementation in kernels/cpu/ and in kernels/cuda/, a row in
+// tests/test_kernels.h. The Makefile finds new files by itself.
+#pragma once
+#include "../runtime/device.h"
+
+// Hyper-parameters of one optimizer launch; see kernel_list.h for the formulas.
+typedef struct {
+    float lr, beta1, beta2, eps, weight_decay;
+    float bias_correction1, bias_correction2; // 1 - beta^t, or 1 when bias correction is off
+    float grad_scale;                         // every gradient is multiplied by this first (1/loss_scale, clipping)
+    bool decoupled_decay;                     // AdamW; false adds weight_decay * w to the gradient (L2 form)
+} AdamWArgs;
+
+typedef struct {
+    float lr, beta1, beta2, weight_decay, grad_scale;
+} LionArgs;
+
+typedef struct {
+    float lr, momentum, dampening, weight_decay, grad_scale;
+    bool nesterov;
+    bool first_update; // the momentum buffer is empty: it becomes the gradient itself
+} SgdArgs;
+
+namespace cpu {
+#include "kernel_list.h"
+}
+#ifdef USE_CUDA
+namespace cuda {
+#include "kernel_list.h"
+}
+using namespace cuda;
+#define KERNELS_ON_GPU 1
+#else
+using namespace cpu;
+#define KERNELS_ON_GPU 0
+#endif

@@ -1,0 +1,49 @@
+// device.h - where memory lives and in which order work happens: memory, streams, events, copies.
+//
+// Two implementations with the same names, device_cpu.cpp and device_cuda.cpp; the Makefile links one of them. No other
+// file of the host code calls CUDA. Failures of the device end the program with a message; nothing returns an error.
+//
+// Order: work on one stream happens in the order of the calls. Two streams are ordered only by event_record on one and
+// stream_wait_event on the other. The host sees a result only after stream_sync or event_sync.
+#pragma once
+#include "tensor.h"
+
+typedef void *Stream; // null is never a valid stream of the CUDA backend; the CPU backend ignores the value
+typedef void *Event;
+
+typedef enum { COPY_TO_DEVICE, COPY_TO_HOST, COPY_ON_DEVICE } CopyKind;
+
+typedef struct {
+    char name[128];          // "NVIDIA H200", or the model of the CPU
+    bool is_gpu;
+    int compute_capability;  // 90 for 9.0; 0 on the CPU
+    int driver_version;      // CUDA's number, 13000 for 13.0; 0 on the CPU
+    int runtime_version;
+    int64_t memory_bytes;    // of the GPU, or of this machine (container limit included)
+    int threads;             // CPU threads that kernels may use
+} DeviceInfo;
+
+// Picks device `index` of this host and checks that driver, runtime and GPU fit together. Call once, first.
+void device_init(int index);
+DeviceInfo device_info(void);
+
+void *device_malloc(int64_t bytes);       // contents undefined; 256-byte aligned
+void device_free(void *p);
+void *pinned_malloc(int64_t bytes);       // host memory that copies to and from the device can run beside computation
+void pinned_free(void *p);
+int64_t device_allocated_bytes(void);     // by device_malloc, now
+int64_t device_free_bytes(void);          // what the device says is still free
+
+Stream stream_create(void);
+void stream_destroy(Stream s);
+void stream_sync(Stream s);               // the host waits for everything enqueued on s
+void stream_wait_event(Stream s, Event e);
+
+Event event_create(void);
+void event_destroy(Event e);
+void event_record(Event e, Stream s);
+void event_sync(Event e);                 // the host waits for the work before the last event_record
+double event_elapsed_ms(Event from, Event to);
+
+void device_copy(void *dst, const void *src, int64_t bytes, CopyKind kind, Stream s);
+void device_memset(void *p, int byte, int64_t bytes, Stream s);

@@ -1,0 +1,91 @@
+// tensor.h - a Tensor is a pointer with a type and a shape, passed by value; it owns nothing.
+//
+// Why not bare pointers and B,T,C arguments: the precision comes from the configuration at run time, local shapes will
+// depend on the parallel layout, and a kernel that derives its sizes from its arguments can check that they agree.
+// A Tensor whose data is null means "not given" wherever a prototype says that an argument is optional.
+#pragma once
+#include "utils.h"
+
+typedef enum { DTYPE_FP32, DTYPE_BF16, DTYPE_FP16, DTYPE_COUNT } DType;
+
+static inline const char *dtype_name(DType t) { return t == DTYPE_FP32 ? "fp32" : t == DTYPE_BF16 ? "bf16" : "fp16"; }
+static inline int64_t dtype_bytes(DType t) { return t == DTYPE_FP32 ? 4 : 2; }
+
+typedef struct {
+    void *data;       // in the memory of the backend that will use it; null = not given
+    DType dtype;
+    int ndim;         // 1 to 4
+    int64_t shape[4]; // elements, slowest dimension first, contiguous; unused ones are 1
+} Tensor;
+
+static inline Tensor tensor_make(void *data, DType dtype, int ndim, int64_t a, int64_t b, int64_t c, int64_t d) {
+    Tensor t = {data, dtype, ndim, {a, b, c, d}};
+    return t;
+}
+static inline Tensor tensor1(void *data, DType dtype, int64_t a) { return tensor_make(data, dtype, 1, a, 1, 1, 1); }
+static inline Tensor tensor2(void *data, DType dtype, int64_t a, int64_t b) { return tensor_make(data, dtype, 2, a, b, 1, 1); }
+static inline Tensor tensor3(void *data, DType dtype, int64_t a, int64_t b, int64_t c) { return tensor_make(data, dtype, 3, a, b, c, 1); }
+static inline Tensor tensor_none(void) { return tensor_make(NULL, DTYPE_FP32, 0, 0, 0, 0, 0); }
+
+static inline int64_t tensor_numel(Tensor t) { return t.ndim == 0 ? 0 : t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3]; }
+static inline int64_t tensor_bytes(Tensor t) { return tensor_numel(t) * dtype_bytes(t.dtype); }
+
+// Elements of the last dimension, and the number of such rows: most kernels see a tensor as (rows, columns).
+static inline int64_t tensor_columns(Tensor t) { return t.ndim == 0 ? 0 : t.shape[t.ndim - 1]; }
+static inline int64_t tensor_rows(Tensor t) { return t.ndim == 0 ? 0 : tensor_numel(t) / tensor_columns(t); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// 16-bit floats on the host. Both directions round to nearest, ties to even, and keep NaN and infinity.
+
+static inline float bf16_to_float(uint16_t h) {
+    uint32_t u = (uint32_t)h << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static inline uint16_t float_to_bf16(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40); // keep NaN a NaN
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+static inline float fp16_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023, u;
+    if (exponent == 31) u = sign | 0x7f800000u | (mantissa << 13);
+    else if (exponent != 0) u = sign | ((exponent + 112) << 23) | (mantissa << 13);
+    else { // zero or subnormal: mantissa * 2^-24 is exact in fp32
+        float f = (float)mantissa * 0x1p-24f;
+        memcpy(&u, &f, 4);
+        u |= sign;
+    }
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static inline uint16_t float_to_fp16(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    uint16_t sign = (uint16_t)((u >> 16) & 0x8000u);
+    u &= 0x7fffffffu;
+    if (u > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);         // NaN
+    if (u >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);        // 65520 and above round to infinity
+    if (u < 0x38800000u) {                                          // below 2^-14: subnormal, or zero
+        float a;
+        memcpy(&a, &u, 4);
+        a = a * 0x1p24f + 0x1p23f;                                  // lets the FPU round mantissa to an integer
+        uint32_t m;
+        memcpy(&m, &a, 4);
+        return (uint16_t)(sign | (m & 0x7ffu));
+    }
+    u += 0xc8000fffu + ((u >> 13) & 1);                             // rebias the exponent and round to even
+    return (uint16_t)(sign | (u >> 13));
+}
+
+// Element i of host memory of type t, as fp32.
+static inline float dtype_load(const void *data, DType t, int64_t i) {
+    return t == DTYPE_FP32 ? ((const float *)data)[i] : t == DTYPE_BF16 ? bf16_to_float(((const uint16_t *)data)[i]) : fp16_to_float(((const uint16_t *)data)[i]);
+}
+static inline void dtype_store(void *data, DType t, int64_t i, float x) {
+    if (t == DTYPE_FP32) ((float *)data)[i] = x;
+    else ((uint16_t *)data)[i] = t == DTYPE_BF16 ? float_to_bf16(x) : float_to_fp16(x);
+}
