@@ -1,8 +1,23 @@
-// model.cu - architectures as data: parameter tables, and forward and backward of a unit.
+// model.cu - architectures as data: which parameters and activations a model has, and forward and backward of a unit.
+//
+// A model is a chain of units: the embedding (0), the blocks (1..L), the head (L+1). A unit is what the trainer shards,
+// fetches, recomputes and offloads as a whole. Between units flows one tensor, the residual stream x (B,T,C):
+//
+//     tokens -> [embed] -> x -> [block] -> x -> ... -> [block] -> x -> [head] -> loss
+//
+// This file sees pointers and local shapes only. It does not know how weights are distributed, where gradients go,
+// which activations are kept, or how many ranks there are: unit_forward and unit_backward receive Weights, Grads and
+// Acts filled by zero.cu and acts.cu. It must never include either.
+//
+// To add an architecture that recombines known parts: a row in arch_specs. With a new part: an enum value, its rows in
+// model_build_table and act_descs, and its branch in the block. Read next: zero.cu.
 #pragma once
-#include "kernels/kernels.h"
 #include "dsconfig.h"
+#include "kernels/kernels.h"
 #include "runtime/grid.h"
+
+// ---------------------------------------------------------------------------------------------------------------
+// Architectures
 
 typedef enum { NORM_LAYERNORM } NormKind;
 typedef enum { POSITION_LEARNED } PositionKind;
@@ -10,21 +25,39 @@ typedef enum { MLP_GELU_TANH } MlpKind;
 
 // What makes one family of models different from another.
 typedef struct {
-    const char *name;     // model_type of Hugging Face's config.json
+    const char *name;      // model_type of Hugging Face's config.json
     NormKind norm;
     PositionKind position;
     MlpKind mlp;
-    bool bias;            // linear layers carry a bias
+    bool bias;             // linear layers carry a bias
 } ArchSpec;
+
+static const ArchSpec arch_specs[] = {
+    {"gpt2", NORM_LAYERNORM, POSITION_LEARNED, MLP_GELU_TANH, true},
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// The table of parameters
 
 typedef enum { UNIT_EMBED, UNIT_BLOCK, UNIT_HEAD } UnitKind;
 typedef enum { INIT_ZERO, INIT_ONE, INIT_NORMAL } InitKind;
+
+// The part that a parameter plays in its unit: Weights and Grads are indexed by it. A role that the architecture lacks
+// stays "not given".
+typedef enum {
+    EMBED_WTE = 0, EMBED_WPE,
+    BLOCK_LN_1_W = 0, BLOCK_LN_1_B, BLOCK_QKV_W, BLOCK_QKV_B, BLOCK_PROJ_W, BLOCK_PROJ_B,
+    BLOCK_LN_2_W, BLOCK_LN_2_B, BLOCK_FC_W, BLOCK_FC_B, BLOCK_FCPROJ_W, BLOCK_FCPROJ_B,
+    HEAD_LN_F_W = 0, HEAD_LN_F_B, HEAD_W,
+    ROLES_MAX = 12,
+} ParamRole;
 
 // One row of the table of parameters: everything that the trainer knows about a tensor of weights. Whatever concerns
 // "all weights" (initialisation, decay, sharding, checkpoints, import and export) loops over these rows.
 typedef struct {
     char name[64];        // key in checkpoints: "wte.weight", "h.3.attn.c_attn.bias"
     int unit;             // index into ParamTable.unit
+    int role;             // ParamRole within its unit
     int ndim;             // 1 or 2
     int64_t shape[2];     // global: (OC, C) for a matrix, rows are output features; (C, 1) for a vector
     int64_t padded_rows;  // rows that the buffers hold, >= shape[0]; the rest stays zero (vocabulary)
@@ -40,7 +73,7 @@ typedef struct {
 typedef struct {
     UnitKind kind;
     int first_row, n_rows;
-    int64_t numel;        // padded sum of its rows: the length of its flat buffers
+    int64_t numel;        // length of its flat buffers: its rows, each rounded up to ROW_ALIGN elements
     int64_t decay_numel;  // rows with decay come first in the buffer: elements [0, decay_numel) decay
 } UnitDesc;
 
@@ -49,3 +82,353 @@ typedef struct {
     ParamDesc *row;
     UnitDesc *unit;       // 0 = embedding, 1..L = blocks, L+1 = head
 } ParamTable;
+
+// Rows start at multiples of this many elements: 128 bytes in 16 bits, so that any kernel may use vector loads.
+enum { ROW_ALIGN = 64 };
+// The vocabulary is padded to a multiple of this, a tile of the matrix product; the padding takes no part in anything.
+enum { VOCAB_ALIGN = 128 };
+
+static int64_t vocab_padded(int64_t V) { return round_up(V, VOCAB_ALIGN); }
+
+static const ArchSpec *model_arch(const ModelConfig *m) { (void)m; return &arch_specs[0]; }
+
+static ParamDesc *table_add(ParamTable *p, int unit, int role, const char *name, int64_t rows, int64_t columns, InitKind init, double std) {
+    ParamDesc *r = &p->row[p->n_rows++];
+    memset(r, 0, sizeof *r);
+    CHECK(p->unit[unit].n_rows < ROLES_MAX && role < ROLES_MAX, "too many rows in unit %d", unit);
+    CHECK(strlen(name) < sizeof r->name, "name %s too long", name);
+    strncpy(r->name, name, sizeof r->name - 1);
+    r->unit = unit;
+    r->role = role;
+    r->ndim = columns ? 2 : 1;
+    r->shape[0] = r->padded_rows = rows;
+    r->shape[1] = columns ? columns : 1;
+    r->init = init;
+    r->std = std;
+    r->decay = r->ndim == 2;
+    r->tied_to = -1;
+    if (p->unit[unit].n_rows++ == 0) p->unit[unit].first_row = p->n_rows - 1;
+    return r;
+}
+
+// A linear layer of the block: weight (OC, C) and, where the architecture has them, bias.
+static void table_add_linear(ParamTable *p, const ArchSpec *arch, int unit, int role, const char *name, int64_t OC, int64_t C, double std) {
+    char text[64];
+    snprintf(text, sizeof text, "%s.weight", name);
+    table_add(p, unit, role, text, OC, C, INIT_NORMAL, std)->hf_transposed = true;
+    if (!arch->bias) return;
+    snprintf(text, sizeof text, "%s.bias", name);
+    table_add(p, unit, role + 1, text, OC, 0, INIT_ZERO, 0);
+}
+
+static void table_add_norm(ParamTable *p, int unit, int role, const char *name, int64_t C) {
+    char text[64];
+    snprintf(text, sizeof text, "%s.weight", name);
+    table_add(p, unit, role, text, C, 0, INIT_ONE, 0);
+    snprintf(text, sizeof text, "%s.bias", name);
+    table_add(p, unit, role + 1, text, C, 0, INIT_ZERO, 0);
+}
+
+// Gives every row its place: in each unit, rows that decay first, then the others, so that an update of any range of a
+// unit is at most two launches.
+static void table_layout(ParamTable *p) {
+    for (int u = 0; u < p->n_units; u++) {
+        UnitDesc *unit = &p->unit[u];
+        int64_t at = 0;
+        for (int pass = 0; pass < 2; pass++) {
+            for (int i = unit->first_row; i < unit->first_row + unit->n_rows; i++) {
+                ParamDesc *r = &p->row[i];
+                if (r->tied_to >= 0 || r->decay != (pass == 0)) continue;
+                r->offset = at;
+                r->numel = r->padded_rows * r->shape[1];
+                at = round_up(at + r->numel, ROW_ALIGN);
+            }
+            if (pass == 0) unit->decay_numel = at;
+        }
+        unit->numel = at;
+    }
+}
+
+// Builds the table for a resolved configuration (all sizes known). Initialisation as GPT-2: normal 0.02, projections
+// into the residual stream scaled by 1/sqrt(2L) (Radford et al. 2019, section 2.3).
+static void model_build_table(ParamTable *p, const ModelConfig *m) {
+    const ArchSpec *arch = model_arch(m);
+    int64_t L = m->n_layer, C = m->n_embd, F = m->n_inner;
+    double std = 0.02, residual_std = 0.02 / sqrt(2.0 * (double)L);
+    p->n_units = (int)L + 2;
+    p->n_rows = 0;
+    p->unit = (UnitDesc *)host_alloc(sizeof(UnitDesc) * (size_t)p->n_units);
+    p->row = (ParamDesc *)host_alloc(sizeof(ParamDesc) * (size_t)(ROLES_MAX * p->n_units));
+
+    p->unit[0].kind = UNIT_EMBED;
+    ParamDesc *wte = table_add(p, 0, EMBED_WTE, "wte.weight", m->vocab_size, C, INIT_NORMAL, std);
+    wte->padded_rows = vocab_padded(m->vocab_size);
+    table_add(p, 0, EMBED_WPE, "wpe.weight", m->n_positions, C, INIT_NORMAL, std);
+    for (int l = 0; l < (int)L; l++) {
+        int u = l + 1;
+        char name[64];
+        p->unit[u].kind = UNIT_BLOCK;
+        snprintf(name, sizeof name, "h.%d.ln_1", l);
+        table_add_norm(p, u, BLOCK_LN_1_W, name, C);
+        snprintf(name, sizeof name, "h.%d.attn.c_attn", l);
+        table_add_linear(p, arch, u, BLOCK_QKV_W, name, 3 * C, C, std);
+        snprintf(name, sizeof name, "h.%d.attn.c_proj", l);
+        table_add_linear(p, arch, u, BLOCK_PROJ_W, name, C, C, residual_std);
+        snprintf(name, sizeof name, "h.%d.ln_2", l);
+        table_add_norm(p, u, BLOCK_LN_2_W, name, C);
+        snprintf(name, sizeof name, "h.%d.mlp.c_fc", l);
+        table_add_linear(p, arch, u, BLOCK_FC_W, name, F, C, std);
+        snprintf(name, sizeof name, "h.%d.mlp.c_proj", l);
+        table_add_linear(p, arch, u, BLOCK_FCPROJ_W, name, C, F, residual_std);
+    }
+    int head = (int)L + 1;
+    p->unit[head].kind = UNIT_HEAD;
+    table_add_norm(p, head, HEAD_LN_F_W, "ln_f", C);
+    ParamDesc *w = table_add(p, head, HEAD_W, "lm_head.weight", m->vocab_size, C, INIT_NORMAL, std);
+    w->padded_rows = vocab_padded(m->vocab_size);
+    if (m->tie_word_embeddings) w->tied_to = 0;
+    table_layout(p);
+}
+
+static void table_free(ParamTable *p) {
+    free(p->unit);
+    free(p->row);
+}
+
+// Elements of a tensor as the world sees it, without padding.
+static int64_t param_numel(const ParamDesc *r) { return r->shape[0] * r->shape[1]; }
+
+// Trained parameters: every stored row once, without padding.
+static int64_t table_param_count(const ParamTable *p) {
+    int64_t n = 0;
+    for (int i = 0; i < p->n_rows; i++) if (p->row[i].tied_to < 0) n += param_numel(&p->row[i]);
+    return n;
+}
+
+// Initial value of element `index` (row-major in the global, unpadded tensor): a function of (seed, name, index) alone.
+static float param_initial_value(const ParamDesc *r, uint64_t seed, int64_t index) {
+    if (r->init == INIT_ZERO) return 0.0f;
+    if (r->init == INIT_ONE) return 1.0f;
+    return (float)(r->std * rng_normal(seed, text_hash(r->name), (uint64_t)index));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The table of activations
+
+// What a unit computes on its way; Acts is indexed by it.
+typedef enum {
+    ACT_LN_1, ACT_LN_1_MEAN, ACT_LN_1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_RESIDUAL_2, ACT_LN_2, ACT_LN_2_MEAN, ACT_LN_2_RSTD,
+    ACT_FC_PRE, ACT_FC_GELU,
+    ACT_LN_F, ACT_LN_F_MEAN, ACT_LN_F_RSTD, ACT_LOGITS, ACT_LOSSES,
+    ACT_NARROW, ACT_WIDE,
+    ACT_COUNT,
+} ActRole;
+
+typedef enum {
+    ACT_SAVED,   // backward reads it: each unit and micro-batch in flight has its own
+    ACT_SCRATCH, // dead when the unit's forward or backward returns: all units share one
+} ActKeep;
+
+// Width of a row of an activation, as a count that depends on the model.
+typedef enum { WIDTH_ONE, WIDTH_C, WIDTH_3C, WIDTH_F, WIDTH_WIDE, WIDTH_VP, WIDTH_NH } ActWidth;
+
+typedef struct {
+    const char *name;
+    UnitKind unit;   // of ACT_SAVED rows; scratch belongs to all
+    ActKeep keep;
+    ActWidth width;  // the tensor is (B*T, width), fp32 where the kernels say so
+    bool is_fp32;
+} ActDesc;
+
+// Indexed by ActRole.
+static const ActDesc act_descs[ACT_COUNT] = {
+    {"ln_1", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false},
+    {"ln_1_mean", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true},
+    {"ln_1_rstd", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true},
+    {"qkv", UNIT_BLOCK, ACT_SAVED, WIDTH_3C, false},
+    {"att", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false},
+    {"lse", UNIT_BLOCK, ACT_SAVED, WIDTH_NH, true},
+    {"residual_2", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false},
+    {"ln_2", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false},
+    {"ln_2_mean", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true},
+    {"ln_2_rstd", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true},
+    {"fc_pre", UNIT_BLOCK, ACT_SAVED, WIDTH_F, false},
+    {"fc_gelu", UNIT_BLOCK, ACT_SAVED, WIDTH_F, false},
+    {"ln_f", UNIT_HEAD, ACT_SAVED, WIDTH_C, false},
+    {"ln_f_mean", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true},
+    {"ln_f_rstd", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true},
+    {"logits", UNIT_HEAD, ACT_SAVED, WIDTH_VP, false}, // forward leaves their gradient here
+    {"losses", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true},
+    {"narrow", UNIT_BLOCK, ACT_SCRATCH, WIDTH_C, false},   // output of a projection, or a gradient of width C
+    {"wide", UNIT_BLOCK, ACT_SCRATCH, WIDTH_WIDE, false},  // gradient of qkv, or of the MLP's inner layer
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// The model, and what a unit receives
+
+typedef struct {
+    const ArchSpec *arch;
+    ModelConfig c;        // all sizes resolved
+    DType dtype;          // of weights, activations and their gradients
+    int64_t L, NH, C, F, V, Vp;
+    ParamTable table;
+    Stream stream;        // where compute runs
+} Model;
+
+typedef struct {
+    Tensor t[ROLES_MAX];  // by ParamRole, dtype of the model; padded rows included
+} Weights;
+
+typedef struct {
+    Tensor t[ROLES_MAX];        // by ParamRole, fp32
+    bool accumulate[ROLES_MAX]; // add to what is there, or overwrite
+} Grads;
+
+typedef enum {
+    FORWARD_TRAIN,  // losses, and the gradient of the logits in their place
+    FORWARD_EVAL,   // losses only
+    FORWARD_LOGITS, // logits only: sampling
+} ForwardMode;
+
+typedef struct {
+    int64_t B, T;
+    ForwardMode mode;
+    float dloss;              // gradient of the training loss with respect to one token's loss, loss scale included
+    const int32_t *tokens;    // (B,T) in the backend's memory
+    const int32_t *targets;   // (B,T); negative = no loss here
+    Tensor x_in, x_out;       // residual stream before and after the unit, (B,T,C); x_in is not given to the embedding
+    Tensor dx;                // backward: gradient of x_out on entry, of x_in on return, (B,T,C)
+    Tensor act[ACT_COUNT];    // by ActRole
+} Acts;
+
+static void model_init(Model *m, const ModelConfig *c, DType dtype, Stream stream) {
+    memset(m, 0, sizeof *m);
+    m->c = *c;
+    m->arch = model_arch(c);
+    m->dtype = dtype;
+    m->L = c->n_layer;
+    m->NH = c->n_head;
+    m->C = c->n_embd;
+    m->F = c->n_inner;
+    m->V = c->vocab_size;
+    m->Vp = vocab_padded(c->vocab_size);
+    m->stream = stream;
+    model_build_table(&m->table, c);
+}
+
+static void model_free(Model *m) { table_free(&m->table); }
+
+// The tensor of an activation at `data` for a micro-batch of (B,T).
+static Tensor act_tensor(const Model *m, ActRole role, int64_t B, int64_t T, void *data) {
+    DType t = act_descs[role].is_fp32 ? DTYPE_FP32 : m->dtype;
+    switch (act_descs[role].width) {
+    case WIDTH_ONE: return tensor1(data, t, B * T);
+    case WIDTH_C: return tensor3(data, t, B, T, m->C);
+    case WIDTH_3C: return tensor3(data, t, B, T, 3 * m->C);
+    case WIDTH_F: return tensor3(data, t, B, T, m->F);
+    case WIDTH_WIDE: return tensor3(data, t, B, T, max_i64(3 * m->C, m->F));
+    case WIDTH_VP: return tensor3(data, t, B, T, m->Vp);
+    case WIDTH_NH: return tensor3(data, t, B, m->NH, T);
+    }
+    return tensor_none();
+}
+
+// The first elements of a scratch tensor, as (B,T,columns).
+static Tensor act_view(Tensor scratch, int64_t columns) {
+    CHECK(columns <= tensor_columns(scratch), "%" PRId64 " columns do not fit scratch of %" PRId64, columns, tensor_columns(scratch));
+    scratch.shape[2] = columns;
+    return scratch;
+}
+
+// Floating-point operations of one token's forward and backward: 6 for each weight that takes part in a matrix product
+// (the position table does not; a tied token table once, as the head), and causal attention (Chowdhery et al. 2022,
+// appendix B, with half of the square).
+static double model_flops_per_token(const Model *m, int64_t T) {
+    double weights = 0;
+    for (int i = 0; i < m->table.n_rows; i++) {
+        const ParamDesc *r = &m->table.row[i];
+        bool lookup = m->table.unit[r->unit].kind == UNIT_EMBED && (r->role == EMBED_WPE || !m->c.tie_word_embeddings);
+        if (r->tied_to < 0 && !lookup) weights += (double)param_numel(r);
+    }
+    return 6.0 * weights + 6.0 * (double)m->L * (double)T * (double)m->C;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Forward
+
+static void block_forward(const Model *m, const Weights *w, const Acts *a) {
+    const Tensor *act = a->act;
+    float eps = (float)m->c.layer_norm_epsilon;
+    Stream s = m->stream;
+    layernorm_forward(act[ACT_LN_1], act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], a->x_in, w->t[BLOCK_LN_1_W], w->t[BLOCK_LN_1_B], eps, s);
+    linear_forward(act[ACT_QKV], act[ACT_LN_1], w->t[BLOCK_QKV_W], w->t[BLOCK_QKV_B], tensor_none(), tensor_none(), s);
+    attention_forward(act[ACT_ATT], act[ACT_LSE], act[ACT_QKV], (int)m->NH, s);
+    linear_forward(act[ACT_NARROW], act[ACT_ATT], w->t[BLOCK_PROJ_W], w->t[BLOCK_PROJ_B], tensor_none(), tensor_none(), s);
+    residual_layernorm_forward(act[ACT_RESIDUAL_2], act[ACT_LN_2], act[ACT_LN_2_MEAN], act[ACT_LN_2_RSTD], a->x_in, act[ACT_NARROW],
+                               w->t[BLOCK_LN_2_W], w->t[BLOCK_LN_2_B], eps, s);
+    linear_forward(act[ACT_FC_GELU], act[ACT_LN_2], w->t[BLOCK_FC_W], w->t[BLOCK_FC_B], tensor_none(), act[ACT_FC_PRE], s);
+    // The last residual sum rides in the matrix product, since the next norm belongs to another unit.
+    linear_forward(a->x_out, act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W], w->t[BLOCK_FCPROJ_B], act[ACT_RESIDUAL_2], tensor_none(), s);
+}
+
+static void head_forward(const Model *m, const Weights *w, const Acts *a) {
+    const Tensor *act = a->act;
+    Stream s = m->stream;
+    layernorm_forward(act[ACT_LN_F], act[ACT_LN_F_MEAN], act[ACT_LN_F_RSTD], a->x_in, w->t[HEAD_LN_F_W], w->t[HEAD_LN_F_B],
+                      (float)m->c.layer_norm_epsilon, s);
+    linear_forward(act[ACT_LOGITS], act[ACT_LN_F], w->t[HEAD_W], tensor_none(), tensor_none(), tensor_none(), s);
+    if (a->mode != FORWARD_LOGITS)
+        classifier_forward_backward(act[ACT_LOGITS], act[ACT_LOSSES], a->targets, m->V, a->dloss, a->mode == FORWARD_TRAIN, s);
+}
+
+static void unit_forward(const Model *m, int unit, const Weights *w, const Acts *a) {
+    switch (m->table.unit[unit].kind) {
+    case UNIT_EMBED: embedding_forward(a->x_out, a->tokens, w->t[EMBED_WTE], w->t[EMBED_WPE], m->stream); break;
+    case UNIT_BLOCK: block_forward(m, w, a); break;
+    case UNIT_HEAD: head_forward(m, w, a); break;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Backward: the mirror of forward. dx carries the gradient of the residual stream; each branch adds to it through the
+// norm at its foot (layernorm_backward with dresidual = dx).
+
+// Gradients of one linear layer: of its input into dinp (times gelu' if pre_gelu is given), of its weight and bias.
+static void linear_backward(const Model *m, const Weights *w, const Grads *g, int role, Tensor dinp, Tensor dout, Tensor inp, Tensor pre_gelu) {
+    CHECK(!g->t[role + 1].data || g->accumulate[role] == g->accumulate[role + 1], "weight and bias of role %d disagree", role);
+    linear_backward_input(dinp, dout, w->t[role], pre_gelu, m->stream);
+    linear_backward_weight(g->t[role], g->t[role + 1], dout, inp, g->accumulate[role], m->stream);
+}
+
+static void block_backward(const Model *m, const Weights *w, const Grads *g, const Acts *a) {
+    const Tensor *act = a->act;
+    Tensor none = tensor_none(), dnarrow = act[ACT_NARROW];
+    Tensor dfc = act_view(act[ACT_WIDE], m->F), dqkv = act_view(act[ACT_WIDE], 3 * m->C);
+    linear_backward(m, w, g, BLOCK_FCPROJ_W, dfc, a->dx, act[ACT_FC_GELU], act[ACT_FC_PRE]);
+    linear_backward(m, w, g, BLOCK_FC_W, dnarrow, dfc, act[ACT_LN_2], none);
+    layernorm_backward(a->dx, g->t[BLOCK_LN_2_W], g->t[BLOCK_LN_2_B], dnarrow, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W],
+                       act[ACT_LN_2_MEAN], act[ACT_LN_2_RSTD], a->dx, g->accumulate[BLOCK_LN_2_W], m->stream);
+    linear_backward(m, w, g, BLOCK_PROJ_W, dnarrow, a->dx, act[ACT_ATT], none);
+    attention_backward(dqkv, dnarrow, act[ACT_QKV], act[ACT_ATT], act[ACT_LSE], (int)m->NH, m->stream);
+    linear_backward(m, w, g, BLOCK_QKV_W, dnarrow, dqkv, act[ACT_LN_1], none);
+    layernorm_backward(a->dx, g->t[BLOCK_LN_1_W], g->t[BLOCK_LN_1_B], dnarrow, a->x_in, w->t[BLOCK_LN_1_W],
+                       act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], a->dx, g->accumulate[BLOCK_LN_1_W], m->stream);
+}
+
+static void head_backward(const Model *m, const Weights *w, const Grads *g, const Acts *a) {
+    const Tensor *act = a->act;
+    linear_backward_input(act[ACT_NARROW], act[ACT_LOGITS], w->t[HEAD_W], tensor_none(), m->stream);
+    linear_backward_weight(g->t[HEAD_W], tensor_none(), act[ACT_LOGITS], act[ACT_LN_F], g->accumulate[HEAD_W], m->stream);
+    layernorm_backward(a->dx, g->t[HEAD_LN_F_W], g->t[HEAD_LN_F_B], act[ACT_NARROW], a->x_in, w->t[HEAD_LN_F_W],
+                       act[ACT_LN_F_MEAN], act[ACT_LN_F_RSTD], tensor_none(), g->accumulate[HEAD_LN_F_W], m->stream);
+}
+
+static void unit_backward(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a) {
+    switch (m->table.unit[unit].kind) {
+    case UNIT_EMBED:
+        embedding_backward(g->t[EMBED_WTE], g->t[EMBED_WPE], a->tokens, a->dx, g->accumulate[EMBED_WTE], g->accumulate[EMBED_WPE], m->stream);
+        break;
+    case UNIT_BLOCK: block_backward(m, w, g, a); break;
+    case UNIT_HEAD: head_backward(m, w, g, a); break;
+    }
+}
