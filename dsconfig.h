@@ -64,10 +64,32 @@ typedef struct {
     bool enabled, check_grad_overflow;
 } Bf16Config;
 
+typedef enum { OFFLOAD_NONE, OFFLOAD_CPU, OFFLOAD_NVME } OffloadDevice;
+
+typedef struct {
+    OffloadDevice device;
+    char nvme_path[CONFIG_PATH_MAX];
+    int64_t buffer_count, buffer_size, max_in_cpu; // the last two of parameters only, in elements
+    bool pin_memory, pipeline_read, pipeline_write; // the last two of the optimizer only
+} OffloadConfig;
+
 typedef struct {
     int64_t stage;
     int64_t timeout; // seconds
+    bool reduce_scatter, overlap_comm, load_from_fp32_weights, gather_16bit_weights_on_model_save;
+    int64_t reduce_bucket_size, allgather_bucket_size, sub_group_size; // elements, as the next two lines
+    int64_t prefetch_bucket_size, param_persistence_threshold, model_persistence_threshold;
+    int64_t max_live_parameters, max_reuse_distance;
+    OffloadConfig offload_param, offload_optimizer;
 } ZeroConfig;
+
+typedef enum { PIPELINE_1F1B, PIPELINE_GPIPE, PIPELINE_INTERLEAVED } PipelineSchedule;
+
+typedef struct {
+    int64_t tensor, pipeline, sequence, data; // degrees; their product is the number of ranks
+    PipelineSchedule pipeline_schedule;
+    int64_t virtual_pipeline;                 // model chunks a stage; 1 unless Interleaved
+} ParallelConfig;
 
 typedef struct {
     char train[CONFIG_PATH_MAX], val[CONFIG_PATH_MAX]; // glob of shards, or a text file; "" = none
@@ -101,6 +123,7 @@ typedef struct {
     Bf16Config bf16;
     DType dtype; // what fp16 and bf16 say: the type of weights, activations and their gradients
     ZeroConfig zero;
+    ParallelConfig parallel;
     DataConfig data;
     RunConfig run;
     CheckpointConfig checkpoint;
@@ -111,4 +134,12 @@ typedef struct {
     bool generate;                          // --generate "PROMPT"
     char generate_prompt[CONFIG_PATH_MAX];
     char export_dir[CONFIG_PATH_MAX];       // --export DIR, "" = no
+    char load_dir[CONFIG_PATH_MAX];         // --load_dir DIR, "" = checkpoint.load_path, else where this run saves
+    char load_tag[CONFIG_NAME_MAX];         // --load_tag TAG, "" = newest
+    int64_t world, local_rank;              // ranks of this job, and this one's number on its host
 } Config;
+
+// Reads the command line, the file that it names and its overrides. Lists every problem on stderr and ends with
+// EXIT_CONFIG when there is one. --help, --version, --help-config and --check-config print and end with 0. The result
+// is never null and belongs to the caller (free it).
+static Config *config_load(int argc, char **argv);
