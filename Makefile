@@ -1,16 +1,29 @@
-# make              builds ./train_gpt and ./test_gpt, for CUDA when nvcc and a GPU are there, else for the CPU
-# make quickstart   installs what is missing, builds, makes a small corpus, trains on it for about two minutes
-# make test         builds and runs the tests
-# make check        layers, sizes, tests
+# make                builds ./train_gpt and ./test_gpt: for CUDA when nvcc and a fitting GPU are there, else for the CPU
+# make quickstart     installs what is missing, builds, makes a small corpus, trains on it for about two minutes, samples
+# make test           installs what is missing, builds, runs all tests: "N passed, N failed, N skipped"
+# make check          include layers, sizes, the README's truth, hardening and imports of the binary
+# make sanitize       the tests under AddressSanitizer and UndefinedBehaviorSanitizer (CPU backend)
+# make fuzz           every parser under libFuzzer, FUZZ_SECONDS=30 each (needs clang)
+# make install-deps   installs what the targets above need (Debian, Ubuntu)
+# make clean
 #
-# Variables: BACKEND=cpu|cuda (auto)  DEBUG=1 (no optimisation, assertions)  SANITIZE=1 (address and undefined behaviour)
-#            WERROR=1  CPU_ARCH=native (x86-64-v3 for a build that travels)  CUDA_ARCHS="80 90a"
+# Variables: BACKEND=cpu|cuda (auto)   DEBUG=1 (little optimisation, assertions)   SANITIZE=1   WERROR=1
+#            CPU_ARCH=native (x86-64-v3 for a binary that travels)   CUDA_ARCHS="80 90a"   BUILD=build/<variant>
+#            CXX, NVCC; CXXFLAGS, NVCCFLAGS, LDFLAGS, LDLIBS are added to ours
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is there
 
 CXX ?= g++
 NVCC ?= $(shell command -v nvcc 2>/dev/null || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
-HAVE_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 ifeq ($(origin BACKEND), undefined)
-  BACKEND := $(if $(and $(NVCC),$(HAVE_GPU)),cuda,cpu)
+  # "NVIDIA H200, 9.0", or nothing; the bf16 kernels need compute capability 8.0
+  GPU := $(shell nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
+  GPU_FITS := $(filter-out 1.% 2.% 3.% 4.% 5.% 6.% 7.%,$(filter %.0 %.1 %.2 %.3 %.4 %.5 %.6 %.7 %.8 %.9,$(lastword $(GPU))))
+  BACKEND := $(if $(and $(NVCC),$(GPU_FITS)),cuda,cpu)
+  GPU_FOUND := $(if $(GPU),GPU $(GPU)$(if $(GPU_FITS),, (too old: 8.0 is needed)),no GPU)
+else
+  GPU_FOUND := backend chosen by hand
 endif
 ifeq ($(filter $(BACKEND),cpu cuda),)
   $(error BACKEND=$(BACKEND): must be cpu or cuda)
@@ -23,60 +36,115 @@ VARIANT := $(BACKEND)$(if $(DEBUG),-debug)$(if $(SANITIZE),-sanitize)
 BUILD := build/$(VARIANT)
 CPU_ARCH ?= native
 CUDA_ARCHS ?= 80 90a
+FUZZ_SECONDS ?= 30
 
-# The compiler's hardening (see SECURITY.md); _FORTIFY_SOURCE wants optimisation, so not in DEBUG builds.
-HARDEN := -fstack-protector-strong -fstack-clash-protection -fcf-protection -fPIE -ftrivial-auto-var-init=zero
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+comma := ,
+# The flag, if the compiler knows it: older compilers and other processors lack some of the hardening.
+knows = $(shell $(CXX) -Werror $(1) -x c++ -c /dev/null -o /dev/null 2>/dev/null && echo '$(1)')
+# The hardening of SECURITY.md. _FORTIFY_SOURCE wants optimisation and gets in the sanitizers' way; level 3 needs gcc 12.
+HARDEN := -fstack-protector-strong -fPIE \
+  $(call knows,-fstack-clash-protection) $(call knows,-fcf-protection) $(call knows,-ftrivial-auto-var-init=zero)
 ifeq ($(DEBUG)$(SANITIZE),)
-  HARDEN += -U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=3
+  HARDEN += -U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=$(if $(call knows,-ftrivial-auto-var-init=zero),3,2)
 endif
 WARN := -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-unused-function $(if $(WERROR),-Werror)
-OPT := $(if $(DEBUG),-O1 -g3,-O3 -g) -march=$(CPU_ARCH) -fno-math-errno -fno-trapping-math
+OPT := $(if $(DEBUG),-O1 -g3 -DDEBUG,-O3 -g) -march=$(CPU_ARCH) -fno-math-errno -fno-trapping-math
+# No exceptions, no run-time type information: the host code is C in C++ clothes and needs no C++ library.
+# The prefix map keeps the folder's name out of the binary, so that two builds of one commit are equal.
+LANG_FLAGS := -std=gnu++17 -fopenmp -pthread -fno-exceptions -fno-rtti -fno-threadsafe-statics -ffile-prefix-map='$(CURDIR)'=.
 SAN := $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
-comma := ,
-SAN := $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
-CXXFLAGS += -std=gnu++17 -fopenmp -pthread $(OPT) $(WARN) $(HARDEN) $(SAN) $(if $(DEBUG),-DDEBUG)
-LDFLAGS += -pie -Wl,-z,relro,-z,now,-z,noexecstack $(SAN)
-LDLIBS += -lm
+COMPILE = $(CXX) $(LANG_FLAGS) $(OPT) $(WARN) $(HARDEN) $(SAN) $(CUDA_HOST_FLAGS) $(CXXFLAGS)
+LINK = $(CXX) -fopenmp -pthread $(SAN) -pie -Wl,-z,relro,-z,now,-z,noexecstack -Wl,--as-needed $(CUDA_LINK_FLAGS) $(LDFLAGS)
+LIBS = $(CUDA_LIBS) -lm $(LDLIBS)
 
-CPU_OBJS := $(patsubst kernels/cpu/%.cpp,$(BUILD)/kernels_cpu_%.o,$(wildcard kernels/cpu/*.cpp))
+CPU_OBJS := $(patsubst kernels/cpu/%.cpp,$(BUILD)/kernels_cpu_%.o,$(sort $(wildcard kernels/cpu/*.cpp)))
 OBJS := $(CPU_OBJS) $(BUILD)/device_$(BACKEND).o
 ifeq ($(BACKEND),cuda)
-  CUDA_HOME ?= $(abspath $(dir $(NVCC))/..)
-  CXXFLAGS += -DUSE_CUDA -isystem $(CUDA_HOME)/include
-  # SASS for each architecture named, and PTX of the first for GPUs that come later
-  GENCODE := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a),code=sm_$(a)) -gencode arch=compute_$(firstword $(CUDA_ARCHS)),code=compute_$(firstword $(CUDA_ARCHS))
-  NVCCFLAGS += -std=c++17 -O3 --threads 2 $(GENCODE) -DUSE_CUDA -Xcompiler "-fPIE -Wall -Wextra -Wno-unused-function -Wno-missing-field-initializers" $(if $(WERROR),-Werror all-warnings) $(if $(DEBUG),-lineinfo)
-  OBJS += $(patsubst kernels/cuda/%.cu,$(BUILD)/kernels_cuda_%.o,$(wildcard kernels/cuda/*.cu))
-  LDFLAGS += -L$(CUDA_HOME)/lib64 -L$(CUDA_HOME)/lib64/stubs
-  LDLIBS += -lcublasLt -lcudart -lcuda
+  CUDA_HOME ?= $(abspath $(dir $(realpath $(NVCC)))/..)
+  # a toolkit that the distribution put below /usr is on the compiler's paths already, and must not come first there
+  CUDA_HOST_FLAGS := -DUSE_CUDA $(if $(filter-out /usr,$(CUDA_HOME)),-isystem $(CUDA_HOME)/include)
+  CUDA_LINK_FLAGS := $(if $(filter-out /usr,$(CUDA_HOME)),-L$(CUDA_HOME)/lib64 -L$(CUDA_HOME)/lib64/stubs -Wl$(comma)-rpath$(comma)$(CUDA_HOME)/lib64)
+  CUDA_LIBS := -lcublasLt -lcudart -lcuda
+  # machine code for each architecture named, and PTX of the first for GPUs that come later
+  GENCODE := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a)$(comma)code=sm_$(a)) \
+    -gencode arch=compute_$(firstword $(CUDA_ARCHS))$(comma)code=compute_$(firstword $(CUDA_ARCHS))
+  space := $(subst ,, )
+  COMPILE_CUDA = $(NVCC) -std=c++17 -O3 --threads 2 $(GENCODE) -DUSE_CUDA $(if $(WERROR),-Werror all-warnings) -lineinfo \
+    -Xcompiler $(subst $(space),$(comma),$(strip -Wall -Wextra -Wno-unused-function -Wno-missing-field-initializers $(HARDEN))) $(NVCCFLAGS)
+  OBJS += $(patsubst kernels/cuda/%.cu,$(BUILD)/kernels_cuda_%.o,$(sort $(wildcard kernels/cuda/*.cu)))
 endif
 
-all: $(BUILD)/train_gpt $(BUILD)/test_gpt
-	@ln -f $(BUILD)/train_gpt train_gpt && ln -f $(BUILD)/test_gpt test_gpt
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+
+all: binaries
+	@ln -sf $(BUILD)/train_gpt train_gpt && ln -sf $(BUILD)/test_gpt test_gpt
 	@echo "built ./train_gpt and ./test_gpt ($(VARIANT))"
 
+binaries: $(BUILD)/train_gpt $(BUILD)/test_gpt
+
+# Says what was found, once for a build folder.
 $(BUILD):
+	@command -v $(firstword $(CXX)) >/dev/null || { echo "error: no $(firstword $(CXX)) here; run this, then make again:  sudo apt-get install -y g++   (or: make install-deps)" >&2; exit 1; }
 	@mkdir -p $@
-	@echo "backend $(BACKEND): $(if $(NVCC),nvcc $(NVCC),no nvcc), $(if $(HAVE_GPU),$(HAVE_GPU),no GPU); compiler $(CXX)"
+	@echo "found: compiler $(CXX) $$($(CXX) -dumpfullversion 2>/dev/null), $(if $(NVCC),nvcc $(NVCC),no nvcc), $(GPU_FOUND); building for $(BACKEND) in $@"
+
+# These files change only when their text does, so that other flags or other files rebuild what they concern.
+$(BUILD)/compile.flags: FORCE | $(BUILD)
+	@printf '%s\n' "$(subst ",,$(COMPILE))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(COMPILE))" >$@
+$(BUILD)/cuda.flags: FORCE | $(BUILD)
+	@printf '%s\n' "$(subst ",,$(COMPILE_CUDA))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(COMPILE_CUDA))" >$@
+$(BUILD)/link.flags: FORCE | $(BUILD)
+	@printf '%s\n' "$(subst ",,$(LINK) $(OBJS) $(LIBS))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(LINK) $(OBJS) $(LIBS))" >$@
 
 DEPFLAGS = -MMD -MP
-$(BUILD)/%.o: %.cu Makefile | $(BUILD)
-	$(CXX) $(CXXFLAGS) $(DEPFLAGS) -x c++ -c $< -o $@
-$(BUILD)/device_%.o: runtime/device_%.cpp Makefile | $(BUILD)
-	$(CXX) $(CXXFLAGS) $(DEPFLAGS) -c $< -o $@
-$(BUILD)/kernels_cpu_%.o: kernels/cpu/%.cpp Makefile | $(BUILD)
-	$(CXX) $(CXXFLAGS) $(DEPFLAGS) -c $< -o $@
-$(BUILD)/kernels_cuda_%.o: kernels/cuda/%.cu Makefile | $(BUILD)
-	$(NVCC) $(NVCCFLAGS) $(DEPFLAGS) -c $< -o $@
+$(BUILD)/%.o: %.cu $(BUILD)/compile.flags
+	$(COMPILE) $(DEPFLAGS) -x c++ -c $< -o $@
+$(BUILD)/device_%.o: runtime/device_%.cpp $(BUILD)/compile.flags
+	$(COMPILE) $(DEPFLAGS) -c $< -o $@
+$(BUILD)/kernels_cpu_%.o: kernels/cpu/%.cpp $(BUILD)/compile.flags
+	$(COMPILE) $(DEPFLAGS) -c $< -o $@
+$(BUILD)/kernels_cuda_%.o: kernels/cuda/%.cu $(BUILD)/cuda.flags
+	$(COMPILE_CUDA) $(DEPFLAGS) -c $< -o $@
 
-$(BUILD)/train_gpt $(BUILD)/test_gpt: $(BUILD)/%: $(BUILD)/%.o $(OBJS)
-	$(CXX) $(CXXFLAGS) $(LDFLAGS) $^ -o $@ $(LDLIBS)
+$(BUILD)/train_gpt $(BUILD)/test_gpt: $(BUILD)/%: $(BUILD)/%.o $(OBJS) $(BUILD)/link.flags
+	$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
 
-test: all
-	./test_gpt
+quickstart:
+	@scripts/quickstart.sh
+
+test:
+	@scripts/setup.sh g++ python3
+	@$(MAKE) --no-print-directory all
+	@scripts/test.sh $(BUILD)
+
+sanitize:
+	@scripts/setup.sh g++ python3
+	@$(MAKE) --no-print-directory BACKEND=cpu SANITIZE=1 sanitize-run
+sanitize-run: binaries
+	@scripts/test.sh $(BUILD)
+
+check: binaries
+	@scripts/setup.sh g++ python3 readelf
+	@scripts/check_layers.sh
+	@scripts/check_hardening.sh $(BUILD)/train_gpt
+	@scripts/check_readme.sh $(BUILD)/train_gpt
+	@scripts/sizes.sh
+
+fuzz:
+	@scripts/setup.sh g++ clang
+	@scripts/fuzz.sh $(FUZZ_SECONDS)
+
+install-deps:
+	@scripts/setup.sh g++ python3 clang readelf strace unshare
 
 clean:
 	rm -rf build train_gpt test_gpt
 
 -include $(wildcard $(BUILD)/*.d)
-.PHONY: all test clean quickstart check
+.PHONY: all binaries quickstart test sanitize sanitize-run check fuzz install-deps clean FORCE
+# A recipe that failed half-way leaves no target that looks finished.
+.DELETE_ON_ERROR:

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# check_layers.sh - who may include whom: every #include "..." must point to a lower layer.
+#
+# The table is the house's plan; a new file needs a line here, which is the moment to ask where it belongs. Within one
+# layer only the pairs of `beside` are allowed. Kernels include kernel headers, tests include everything. USE_CUDA is
+# asked for in kernels/kernels.h alone, and host files never hold a kernel launch.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+layers='
+8 test_gpt.cu
+7 train_gpt.cu
+6 checkpoint.cu planner.cu export.cu import.cu
+5 pipeline.cu optimizer.cu
+4 zero.cu offload.cu acts.cu
+3 model.cu tensor_parallel.cu
+2 kernels/kernels.h runtime/comm.h runtime/dataloader.cu runtime/metrics.cu
+1 dsconfig.h runtime/device.h
+0 runtime/utils.h runtime/tensor.h runtime/json.h runtime/grid.h
+'
+beside='
+runtime/tensor.h>runtime/utils.h runtime/json.h>runtime/utils.h runtime/grid.h>runtime/utils.h runtime/grid.h>runtime/tensor.h
+kernels/kernels.h>kernels/kernel_list.h
+zero.cu>offload.cu model.cu>tensor_parallel.cu
+'
+
+declare -A layer_of
+while read -r number files; do
+    for file in $files; do layer_of[$file]=$number; done
+done <<<"$layers"
+layer_of[kernels/kernel_list.h]=2
+
+problems=0
+edges=0
+problem() { echo "FAIL layers: $1"; problems=$((problems + 1)); }
+
+while IFS= read -r file; do
+    case $file in
+        kernels/cpu/* | kernels/cuda/*) kind=kernel ;;
+        tests/* | test_gpt.cu) kind=test ;;
+        runtime/device_*.cpp | runtime/comm_*.cpp) kind=backend ;;
+        *) kind=chapter ;;
+    esac
+    if [ $kind = chapter ] && [ -z "${layer_of[$file]:-}" ]; then
+        problem "$file is not in the table of scripts/check_layers.sh: give it a layer"
+        continue
+    fi
+    while IFS=: read -r line include; do
+        edges=$((edges + 1))
+        target=$(realpath -m --relative-to=. -- "$(dirname -- "$file")/$include")
+        if [ ! -e "$target" ]; then problem "$file:$line: includes $include, which is not there"; continue; fi
+        case $kind in
+            test) continue ;;
+            kernel)
+                case $target in
+                    "$(dirname -- "$file")"/* | kernels/kernels.h | kernels/kernel_list.h | runtime/utils.h | runtime/tensor.h | runtime/device.h) continue ;;
+                esac
+                problem "$file:$line: a kernel may include kernels.h, its folder's headers and runtime's utils, tensor and device, not $target" ;;
+            backend)
+                case $target in
+                    runtime/utils.h | runtime/tensor.h | runtime/device.h | runtime/comm.h | runtime/device_*.h | runtime/grid.h) continue ;;
+                esac
+                problem "$file:$line: a backend file includes $target" ;;
+            chapter)
+                if [ -z "${layer_of[$target]:-}" ]; then problem "$file:$line: $target has no layer in scripts/check_layers.sh"; continue; fi
+                if [ "${layer_of[$target]}" -lt "${layer_of[$file]}" ]; then continue; fi
+                if grep -qF -- " $file>$target " <<<" ${beside//$'\n'/ } "; then continue; fi
+                problem "$file:$line: layer ${layer_of[$file]} includes $target of layer ${layer_of[$target]}" ;;
+        esac
+    done < <(sed -nE 's/^[[:space:]]*#[[:space:]]*include[[:space:]]+"([^"]+)".*/\1/;T;=;p' "$file" | paste -d: - -)
+    if [ $kind = chapter ]; then
+        if [ "$file" != kernels/kernels.h ] && grep -nE '^[[:space:]]*#.*USE_CUDA' "$file" >/dev/null; then problem "$file: asks for USE_CUDA; only kernels/kernels.h may"; fi
+        if grep -nE '<<<' "$file" >/dev/null; then problem "$file: holds a kernel launch; those belong to kernels/cuda"; fi
+    fi
+done < <(git ls-files --cached --others --exclude-standard -- '*.cu' '*.h' '*.cpp' '*.cuh' 2>/dev/null || find . -name '*.cu' -o -name '*.h' -o -name '*.cpp' -o -name '*.cuh' | sed 's|^\./||')
+
+echo "layers: $edges includes checked, $problems problems"
+[ "$edges" -gt 0 ] && [ "$problems" -eq 0 ]

@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# test.sh - runs all tests of one build folder: scripts/test.sh build/cpu
+#
+# The C tests (test_gpt), the Python tests (tests/test_*.py) and the command-line tests (tests/test_cli.sh), one after
+# the other; a suite that ends without its closing line counts as one failure. The last line is the sum:
+# "N passed, N failed, N skipped".
+set -uo pipefail
+build=${1:?usage: scripts/test.sh BUILD_FOLDER}
+cd "$(dirname "$0")/.."
+# A test must not depend on the language of whoever runs it, nor leave anything but its verdict.
+export LC_ALL=C.UTF-8 PYTHONDONTWRITEBYTECODE=1
+
+passed=0 failed=0 skipped=0
+output=$(mktemp)
+trap 'rm -f -- "$output"' EXIT
+
+add() { passed=$((passed + $1)) failed=$((failed + $2)) skipped=$((skipped + $3)); }
+
+# The suite's own closing line, and its exit code, which must agree with it.
+run_suite() { # name command...
+    local name=$1 code start=$SECONDS line
+    shift
+    echo "--- $name"
+    "$@" </dev/null 2>&1 | tee -- "$output"
+    code=${PIPESTATUS[0]}
+    line=$(grep -aE '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' "$output" | tail -n 1)
+    if [[ $line =~ ^([0-9]+)\ passed,\ ([0-9]+)\ failed,\ ([0-9]+)\ skipped$ ]]; then
+        add "${BASH_REMATCH[1]}" "${BASH_REMATCH[2]}" "${BASH_REMATCH[3]}"
+        if [ "$code" -ne 0 ] && [ "${BASH_REMATCH[2]}" -eq 0 ]; then echo "FAIL $name: exit code $code after no failure"; add 0 1 0; fi
+    else
+        echo "FAIL $name: ended with exit code $code and no closing line"
+        add 0 1 0
+    fi
+    echo "--- $name: $((SECONDS - start)) s"
+}
+
+# unittest closes with "Ran N tests", then OK or FAILED with counts in parentheses.
+run_python() {
+    local start=$SECONDS code ran bad=0 skip=0 last
+    echo "--- python"
+    python3 -m unittest -v tests/test_*.py </dev/null 2>&1 | tee -- "$output"
+    code=${PIPESTATUS[0]}
+    ran=$(sed -nE 's/^Ran ([0-9]+) tests? in .*/\1/p' "$output" | tail -n 1)
+    last=$(grep -aE '^(OK|FAILED)( \(.*\))?$' "$output" | tail -n 1)
+    for word in failures errors 'unexpected successes'; do
+        [[ $last =~ (^|[ \(])$word=([0-9]+) ]] && bad=$((bad + BASH_REMATCH[2]))
+    done
+    [[ $last =~ skipped=([0-9]+) ]] && skip=${BASH_REMATCH[1]}
+    if [ -z "$ran" ] || [ "$ran" -eq 0 ] || { [ "$code" -ne 0 ] && [ "$bad" -eq 0 ]; }; then
+        echo "FAIL python: ended with exit code $code after ${ran:-no} tests"
+        ran=$((${ran:-0} + 1)) bad=$((bad + 1))
+    fi
+    local good=$((ran - bad - skip)) # a test with several failing sub-tests counts more than once in bad
+    add $((good > 0 ? good : 0)) "$bad" "$skip"
+    echo "--- python: $((SECONDS - start)) s"
+}
+
+run_suite test_gpt "$build/test_gpt"
+run_python
+run_suite command-line tests/test_cli.sh "$build/train_gpt"
+
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]
