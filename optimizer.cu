@@ -1,0 +1,324 @@
+// optimizer.cu - from gradients to new weights: update rules, learning-rate schedules, loss scaling, clipping.
+//
+// An update rule is a row of optimizer_rules: its name, the names of its states, and a function that launches the
+// kernel on a range of a unit's shard. ZeRO, checkpoints and tests loop over the row; adding an optimizer is a kernel,
+// a row and a test.
+//
+// One update (optimizer_step), with the gradients of S*loss in zero's shards, S the loss scale:
+//
+//     norm = |grads| / S, over all ranks, squares summed in double
+//     not finite: skip, or stop (see optimizer_judge); the schedule and the moments' step count do not move
+//     clip: factor = min(1, gradient_clipping / norm)
+//     every unit: weights and states from grad * factor / S
+//
+// Invariants:
+//  1. A skipped update changes no weight, no state, no count but Optimizer.skipped and the loss scaler.
+//  2. The norm is the same whatever the sharding: squares are summed in double and rounded once.
+//  3. Weight decay applies to matrices only (ParamDesc.decay).
+// Read next: checkpoint.cu.
+#pragma once
+#include "zero.cu"
+
+// ---------------------------------------------------------------------------------------------------------------
+// Dynamic loss scaling of fp16 (Micikevicius et al. 2018, section 3.2), with DeepSpeed's hysteresis
+
+typedef struct {
+    bool dynamic;
+    double scale;
+    int64_t iteration;          // updates seen, skipped ones included
+    int64_t last_overflow;      // iteration of the last overflow; -1 = none yet
+    int64_t hysteresis_left;    // overflows that are still forgiven before the scale halves
+    Fp16Config cfg;
+} LossScaler;
+
+static void loss_scaler_init(LossScaler *s, const Fp16Config *cfg) {
+    memset(s, 0, sizeof *s);
+    s->cfg = *cfg;
+    s->dynamic = cfg->enabled && cfg->loss_scale == 0;
+    s->scale = !cfg->enabled ? 1.0 : s->dynamic ? ldexp(1.0, (int)cfg->initial_scale_power) : cfg->loss_scale;
+    s->last_overflow = -1;
+    s->hysteresis_left = cfg->hysteresis;
+}
+
+// Takes note of one update. Returns false when an overflow happens at the floor of a dynamic scale: nothing is left to try.
+static bool loss_scaler_update(LossScaler *s, bool overflow) {
+    if (!s->dynamic) return true;
+    bool alive = true;
+    if (overflow) {
+        if (s->hysteresis_left > 1) s->hysteresis_left--;
+        else if (s->cfg.min_loss_scale > 0 && s->scale <= s->cfg.min_loss_scale) alive = false;
+        else s->scale = fmax(s->scale / 2, fmax(s->cfg.min_loss_scale, 0x1p-126)); // stays a normal fp32 without a floor
+        s->last_overflow = s->iteration;
+    } else {
+        bool grow = (s->iteration - s->last_overflow) % s->cfg.loss_scale_window == 0;
+        if (grow || s->cfg.consecutive_hysteresis) s->hysteresis_left = s->cfg.hysteresis;
+        if (grow) s->scale = fmin(s->scale * 2, 0x1p126);
+    }
+    s->iteration++;
+    return alive;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Learning-rate schedules. `u` counts applied updates from 0. DeepSpeed's schedulers are stepped after an update, so
+// its laws, functions of i = u - 1, first act on update 1, and update 0 has the initial value.
+
+// Share of the ramp at i < N: logarithmic (DeepSpeed's default) or linear.
+static double warmup_share(const SchedulerConfig *c, double i, double N) { return c->warmup_log ? log(i + 1) / log(N) : i / N; }
+
+// Position in the triangle of OneCycle in [0, 1], with n flat stairs if n > 0.
+static double cycle_stairs(double share, int64_t n) { return n > 0 ? floor(share * (double)n) / (double)n : share; }
+
+// How far OneCycle is up its triangle at i, which lies inside the cycle.
+static double one_cycle_height(const SchedulerConfig *c, double i) {
+    double first = (double)c->cycle_first_step_size, second = (double)c->cycle_second_step_size;
+    if (i <= first) return cycle_stairs(i / first, c->cycle_first_stair_count);
+    return 1 - cycle_stairs((i - first) / second, c->cycle_second_stair_count);
+}
+
+static double schedule_lr(const Config *cfg, int64_t u) {
+    const SchedulerConfig *c = &cfg->scheduler;
+    double base = cfg->optimizer.lr, pi = 3.14159265358979323846;
+    if (c->type == SCHEDULE_CONSTANT) return base;
+    if (c->type == SCHEDULE_COSINE) {
+        if (u < c->warmup_steps) return base * (double)(u + 1) / (double)c->warmup_steps;
+        double share = (double)(u - c->warmup_steps) / (double)max_i64(1, c->total_steps - c->warmup_steps);
+        return base * (c->final_lr_frac + (1 - c->final_lr_frac) * 0.5 * (1 + cos(pi * fmin(1.0, share))));
+    }
+    double i = (double)(u + c->last_batch_iteration); // last_batch_iteration is -1 for a fresh start
+    double N = fmax(2.0, (double)c->warmup_num_steps), T = (double)c->total_num_steps;
+    switch (c->type) {
+    case SCHEDULE_WARMUP_LR:
+    case SCHEDULE_WARMUP_DECAY_LR: {
+        double span = c->warmup_max_lr - c->warmup_min_lr;
+        if (i < 0) return c->warmup_min_lr;
+        if (i < N) return c->warmup_min_lr + span * warmup_share(c, i, N);
+        if (c->type == SCHEDULE_WARMUP_LR) return c->warmup_max_lr;
+        return c->warmup_min_lr + span * fmax(0.0, (T - i) / fmax(1.0, T - N));
+    }
+    case SCHEDULE_WARMUP_COSINE_LR: {
+        if (i < 0) return 0;
+        if (i < N) return base * (c->warmup_min_ratio + (1 - c->warmup_min_ratio) * warmup_share(c, i, N));
+        double share = T > N ? fmin(1.0, (i - N + 1) / (T - N)) : 1.0;
+        return base * (c->cos_min_ratio + (1 - c->cos_min_ratio) * 0.5 * (1 + cos(pi * share)));
+    }
+    case SCHEDULE_ONE_CYCLE: {
+        double length = (double)(c->cycle_first_step_size + c->cycle_second_step_size);
+        if (i < 0) return c->cycle_min_lr;
+        if (i < length) return c->cycle_min_lr + (c->cycle_max_lr - c->cycle_min_lr) * one_cycle_height(c, i);
+        double interval = c->decay_step_size > 0 ? (i - length + 1) / (double)c->decay_step_size : 0;
+        return c->cycle_min_lr / (1 + c->decay_lr_rate * interval);
+    }
+    case SCHEDULE_LR_RANGE_TEST: {
+        double interval = (i + 1) / (double)c->lr_range_test_step_size;
+        if (c->lr_range_test_staircase) interval = floor(interval);
+        return c->lr_range_test_min_lr * (1 + c->lr_range_test_step_rate * interval);
+    }
+    case SCHEDULE_CONSTANT:
+    case SCHEDULE_COSINE: break;
+    }
+    return base;
+}
+
+// Betas of update u: the optimizer's own, unless OneCycle moves beta1 against the rate and, as in DeepSpeed, holds beta2 at 0.99.
+static void schedule_betas(const Config *cfg, int64_t u, double betas[2]) {
+    const SchedulerConfig *c = &cfg->scheduler;
+    betas[0] = cfg->optimizer.betas[0];
+    betas[1] = cfg->optimizer.betas[1];
+    if (c->type != SCHEDULE_ONE_CYCLE || !c->cycle_momentum) return;
+    double i = (double)(u + c->last_batch_iteration), length = (double)(c->cycle_first_step_size + c->cycle_second_step_size);
+    betas[1] = 0.99;
+    if (i < 0) betas[0] = c->cycle_min_mom;
+    else if (i < length) betas[0] = c->cycle_max_mom - (c->cycle_max_mom - c->cycle_min_mom) * one_cycle_height(c, i);
+    else betas[0] = fmin(0.999999, c->cycle_max_mom * (1 + c->decay_mom_rate * (c->decay_step_size > 0 ? (i - length + 1) / (double)c->decay_step_size : 0)));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Update rules
+
+// What a rule needs for one update, the same for all tensors.
+typedef struct {
+    double lr, betas[2], grad_scale;
+    int64_t update; // applied updates before this one
+    const OptimizerConfig *cfg;
+} UpdateArgs;
+
+// A range of a unit's shard.
+typedef struct {
+    Tensor param, master, grad, state[ZERO_STATES_MAX];
+    double weight_decay;
+} UpdateRange;
+
+typedef struct {
+    const char *name;
+    int n_states;                             // of them, sgd uses none without momentum
+    const char *state_name[ZERO_STATES_MAX];  // keys in checkpoints
+    void (*update)(const UpdateRange *r, const UpdateArgs *a, Stream s);
+} OptimizerRule;
+
+static void update_adamw(const UpdateRange *r, const UpdateArgs *a, Stream s) {
+    double t = (double)(a->update + 1);
+    bool correct = a->cfg->bias_correction;
+    AdamWArgs k = {};
+    k.lr = (float)a->lr;
+    k.beta1 = (float)a->betas[0];
+    k.beta2 = (float)a->betas[1];
+    k.eps = (float)a->cfg->eps;
+    k.weight_decay = (float)r->weight_decay;
+    k.bias_correction1 = correct ? (float)(1 - pow(a->betas[0], t)) : 1.0f;
+    k.bias_correction2 = correct ? (float)(1 - pow(a->betas[1], t)) : 1.0f;
+    k.grad_scale = (float)a->grad_scale;
+    k.decoupled_decay = a->cfg->adam_w_mode;
+    adamw_update(r->param, r->master, r->grad, r->state[0], r->state[1], k, s);
+}
+
+static void update_lion(const UpdateRange *r, const UpdateArgs *a, Stream s) {
+    LionArgs k = {(float)a->lr, (float)a->betas[0], (float)a->betas[1], (float)r->weight_decay, (float)a->grad_scale};
+    lion_update(r->param, r->master, r->grad, r->state[0], k, s);
+}
+
+static void update_sgd(const UpdateRange *r, const UpdateArgs *a, Stream s) {
+    SgdArgs k = {(float)a->lr, (float)a->cfg->momentum, (float)a->cfg->dampening, (float)r->weight_decay, (float)a->grad_scale, a->cfg->nesterov, a->update == 0};
+    sgd_update(r->param, r->master, r->grad, r->state[0], k, s);
+}
+
+// Indexed by OptimizerType.
+static const OptimizerRule optimizer_rules[] = {
+    {"AdamW", 2, {"exp_avg", "exp_avg_sq"}, update_adamw},
+    {"Lion", 1, {"exp_avg", NULL}, update_lion},
+    {"SGD", 1, {"momentum_buffer", NULL}, update_sgd},
+};
+
+// States that this configuration really needs.
+static int optimizer_n_states(const OptimizerConfig *c) {
+    if (c->type == OPTIMIZER_SGD && c->momentum == 0) return 0;
+    return optimizer_rules[c->type].n_states;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The optimizer
+
+typedef struct {
+    const Config *cfg;
+    const OptimizerRule *rule;
+    LossScaler scaler;
+    int64_t applied_updates;      // the u of the schedules
+    int64_t skipped;              // updates skipped so far
+    int64_t consecutive_skipped;
+    double *sums;                 // two doubles in the backend's memory: sum of squares of the gradients, sum of losses
+    double *host_sums;            // pinned copy
+} Optimizer;
+
+enum { SUM_SQUARES = 0, SUM_LOSS = 1 };
+
+typedef struct {
+    double grad_norm;   // of the mean gradient, before clipping; not finite when the update was skipped for it
+    double clip_factor; // in (0, 1]
+    double lr;          // of this update
+    double loss_scale;  // that this update's gradients carried
+    double loss_sum;    // over the tokens of this rank's micro-batches
+    bool skipped;
+} OptimizerStats;
+
+static void optimizer_init(Optimizer *o, const Config *cfg) {
+    memset(o, 0, sizeof *o);
+    o->cfg = cfg;
+    o->rule = &optimizer_rules[cfg->optimizer.type];
+    loss_scaler_init(&o->scaler, &cfg->fp16);
+    o->sums = (double *)device_malloc(2 * sizeof(double));
+    o->host_sums = (double *)pinned_malloc(2 * sizeof(double));
+}
+
+static void optimizer_free(Optimizer *o) {
+    device_free(o->sums);
+    pinned_free(o->host_sums);
+}
+
+// Sum of squares of all gradient shards, into o->sums.
+static void optimizer_sum_squares(Optimizer *o, Zero *z) {
+    for (int u = 0; u < z->model->table.n_units; u++)
+        sum_squares_to_double(&o->sums[SUM_SQUARES], tensor1(z->unit[u].grad_shard, DTYPE_FP32, z->unit[u].shard_numel), u > 0, z->stream);
+    comm_all_reduce_double(z->group, o->sums, 2, z->stream);
+}
+
+// Name of the first tensor, in the order of the table, whose gradient is not finite; null if all are. Slow: for last words.
+static const char *optimizer_find_nonfinite(Optimizer *o, Zero *z) {
+    for (int i = 0; i < z->model->table.n_rows; i++) {
+        const ParamDesc *r = &z->model->table.row[i];
+        if (r->tied_to >= 0) continue;
+        sum_squares_to_double(&o->sums[SUM_SQUARES], tensor1(zero_state_at(z, i, STATE_GRAD), DTYPE_FP32, r->numel), false, z->stream);
+        device_copy(o->host_sums, o->sums, sizeof(double), COPY_TO_HOST, z->stream);
+        stream_sync(z->stream);
+        if (!isfinite(o->host_sums[0])) return r->name;
+    }
+    return NULL;
+}
+
+// An update whose loss or gradient norm is not finite is skipped where the configuration says so, and ends the run where
+// trying again cannot help. `step` is for the message.
+static void optimizer_judge(Optimizer *o, Zero *z, double loss, double norm, int64_t step) {
+    const Config *cfg = o->cfg;
+    const char *tensor = isfinite(norm) ? NULL : optimizer_find_nonfinite(o, z);
+    char where[160];
+    snprintf(where, sizeof where, "loss %g, gradient norm %g%s%s", loss, norm, tensor ? ", first in " : "", tensor ? tensor : "");
+    if (cfg->fp16.enabled) {
+        if (!loss_scaler_update(&o->scaler, true))
+            die(EXIT_NUMERICS, "step %" PRId64 ": overflow at the floor of the loss scale (fp16.min_loss_scale = %g): %s; no checkpoint was written from this state; lower the learning rate, or use bf16", step, cfg->fp16.min_loss_scale, where);
+        if (!o->scaler.dynamic && o->consecutive_skipped >= 100)
+            die(EXIT_NUMERICS, "step %" PRId64 ": 100 overflows in a row with the static fp16.loss_scale = %g: %s; lower fp16.loss_scale, or set it to 0 (dynamic)", step, cfg->fp16.loss_scale, where);
+        return;
+    }
+    if (!isfinite(loss))
+        die(EXIT_NUMERICS, "step %" PRId64 ": the loss is not finite: %s; no checkpoint was written from this state; lower the learning rate, or look at the data of this step", step, where);
+    if (!cfg->bf16.enabled || !cfg->bf16.check_grad_overflow)
+        die(EXIT_NUMERICS, "step %" PRId64 ": the gradient is not finite: %s; no checkpoint was written from this state; lower the learning rate%s", step, where, cfg->bf16.enabled ? ", or let bf16.check_grad_overflow skip such updates" : "");
+    if (o->consecutive_skipped >= 100)
+        die(EXIT_NUMERICS, "step %" PRId64 ": 100 updates in a row had a gradient that is not finite: %s; lower the learning rate", step, where);
+}
+
+// Applies the gradients in zero's shards. n_tokens: tokens whose losses o->sums[SUM_LOSS] holds.
+static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, int64_t step) {
+    const Config *cfg = o->cfg;
+    OptimizerStats s;
+    memset(&s, 0, sizeof s);
+    optimizer_sum_squares(o, z);
+    device_copy(o->host_sums, o->sums, 2 * sizeof(double), COPY_TO_HOST, z->stream);
+    stream_sync(z->stream);
+    s.loss_sum = o->host_sums[SUM_LOSS];
+    s.loss_scale = o->scaler.scale;
+    s.lr = schedule_lr(cfg, o->applied_updates);
+    s.grad_norm = (float)(sqrt(o->host_sums[SUM_SQUARES]) / s.loss_scale); // rounded once: see invariant 2
+    s.clip_factor = 1;
+    if (!isfinite(s.grad_norm) || !isfinite(s.loss_sum)) {
+        s.skipped = true;
+        o->skipped++;
+        o->consecutive_skipped++;
+        optimizer_judge(o, z, s.loss_sum / (double)n_tokens, s.grad_norm, step);
+        return s;
+    }
+    if (cfg->gradient_clipping > 0 && s.grad_norm > cfg->gradient_clipping) s.clip_factor = cfg->gradient_clipping / s.grad_norm;
+
+    UpdateArgs a = {s.lr, {0, 0}, s.clip_factor / s.loss_scale, o->applied_updates, &cfg->optimizer};
+    schedule_betas(cfg, o->applied_updates, a.betas);
+    for (int u = 0; u < z->model->table.n_units; u++) {
+        UnitState *unit = &z->unit[u];
+        int64_t first = unit->shard_numel * z->group.rank, decays = z->model->table.unit[u].decay_numel;
+        int64_t border = min_i64(max_i64(decays - first, 0), unit->shard_numel); // elements [0, border) of the shard decay
+        for (int part = 0; part < 2; part++) {
+            int64_t from = part == 0 ? 0 : border, n = part == 0 ? border : unit->shard_numel - border;
+            if (n == 0) continue;
+            UpdateRange r;
+            memset(&r, 0, sizeof r);
+            r.param = tensor1((char *)unit->param_shard + from * dtype_bytes(z->model->dtype), z->model->dtype, n);
+            r.master = tensor1(unit->master + from, DTYPE_FP32, n);
+            r.grad = tensor1(unit->grad_shard + from, DTYPE_FP32, n);
+            for (int i = 0; i < z->n_states; i++) r.state[i] = tensor1(unit->state[i] + from, DTYPE_FP32, n);
+            r.weight_decay = part == 0 ? cfg->optimizer.weight_decay : 0;
+            o->rule->update(&r, &a, z->stream);
+        }
+    }
+    zero_weights_changed(z);
+    loss_scaler_update(&o->scaler, false);
+    o->applied_updates++;
+    o->consecutive_skipped = 0;
+    return s;
+}
