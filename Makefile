@@ -125,7 +125,7 @@ sanitize:
 	@scripts/setup.sh g++ python3
 	@$(MAKE) --no-print-directory BACKEND=cpu SANITIZE=1 sanitize-run
 sanitize-run: binaries
-	@scripts/test.sh $(BUILD)
+	@scripts/test.sh $(BUILD) c cli
 
 check: binaries
 	@scripts/setup.sh g++ python3 readelf
