@@ -1,0 +1,33 @@
+// convert.cpp - element type conversions and fills.
+#include "rows.h"
+
+namespace cpu {
+
+#define CONVERT_BLOCK 4096 // elements
+
+void convert(Tensor dst, Tensor src, Stream stream) {
+    (void)stream;
+    const int64_t n = tensor_numel(src);
+    CHECK(tensor_numel(dst) == n, "convert: %" PRId64 " elements from %" PRId64, tensor_numel(dst), n);
+#pragma omp parallel for if (n > PARALLEL_MIN)
+    for (int64_t at = 0; at < n; at += CONVERT_BLOCK) {
+        UNINITIALIZED float scratch[CONVERT_BLOCK];
+        const int64_t m = min_i64(CONVERT_BLOCK, n - at);
+        row_store(dst, at, m, row_load(src, at, m, scratch));
+    }
+}
+
+void fill(Tensor t, float value, Stream stream) {
+    (void)stream;
+    const int64_t n = tensor_numel(t);
+#pragma omp parallel for if (n > PARALLEL_MIN)
+    for (int64_t at = 0; at < n; at += CONVERT_BLOCK) {
+        UNINITIALIZED float scratch[CONVERT_BLOCK];
+        const int64_t m = min_i64(CONVERT_BLOCK, n - at);
+        float *row = row_target(t, at, scratch);
+        for (int64_t i = 0; i < m; i++) row[i] = value;
+        row_store(t, at, m, row);
+    }
+}
+
+} // namespace cpu

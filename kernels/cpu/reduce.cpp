@@ -1,0 +1,65 @@
+// reduce.cpp - sums over whole buffers and over rows. Partial sums are of blocks whose size is fixed, in double, and are
+// added in order, so that no result depends on the number of threads.
+#include "rows.h"
+
+namespace cpu {
+
+#define SUM_BLOCK 16384 // elements of one partial sum
+
+static double block_sum(const float *x, int64_t n) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += (double)x[i];
+    return sum;
+}
+
+static double block_sum_squares(const float *x, int64_t n) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
+    return sum;
+}
+
+static void sum_blocks(double *out, Tensor x, bool accumulate, double (*block)(const float *, int64_t)) {
+    const int64_t n = tensor_numel(x), blocks = ceil_div(n, SUM_BLOCK);
+    const float *data = (const float *)x.data;
+    CHECK(x.dtype == DTYPE_FP32, "sum of a tensor of %s, wanted fp32", dtype_name(x.dtype));
+    double *partial = (double *)host_alloc((size_t)blocks * 8), sum = accumulate ? *out : 0.0;
+#pragma omp parallel for if (blocks > 1)
+    for (int64_t k = 0; k < blocks; k++) partial[k] = block(data + k * SUM_BLOCK, min_i64(SUM_BLOCK, n - k * SUM_BLOCK));
+    for (int64_t k = 0; k < blocks; k++) sum += partial[k];
+    *out = sum;
+    free(partial);
+}
+
+void sum_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
+    (void)stream;
+    sum_blocks(out, x, accumulate, block_sum);
+}
+
+void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
+    (void)stream;
+    sum_blocks(out, x, accumulate, block_sum_squares);
+}
+
+// Each block of columns has one owner, who walks all rows.
+void bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream) {
+    (void)stream;
+    enum { COLUMNS = 64 };
+    const int64_t OC = tensor_columns(dout), N = tensor_rows(dout);
+    check_f32("bias_backward", "dbias", dbias, 1, OC);
+    float *db = (float *)dbias.data;
+#pragma omp parallel for if (N * OC > PARALLEL_MIN)
+    for (int64_t c = 0; c < OC; c += COLUMNS) {
+        const int64_t n = min_i64(COLUMNS, OC - c);
+        double sum[COLUMNS] = {0};
+        UNINITIALIZED float scratch[COLUMNS];
+        for (int64_t i = 0; i < N; i++) {
+            const float *d = row_load(dout, i * OC + c, n, scratch);
+            for (int64_t j = 0; j < n; j++) sum[j] += (double)d[j];
+        }
+        for (int64_t j = 0; j < n; j++) db[c + j] = (float)(sum[j] + (accumulate ? (double)db[c + j] : 0.0));
+    }
+}
+
+} // namespace cpu
