@@ -30,7 +30,8 @@ def stop(text):
 
 def read_log(path):
     """The records of updates by step (a step that was run again after a resume counts once, the last time), those of
-    evaluations, and the number of lines that are no JSON (a line may be cut when a run was killed)."""
+    evaluations by the number of updates before them (at_step), and the number of lines that are no JSON (a line may be
+    cut when a run was killed)."""
     updates, evaluations, broken = {}, {}, 0
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
@@ -42,11 +43,11 @@ def read_log(path):
                 except ValueError:
                     broken += 1
                     continue
-                if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                if not isinstance(record, dict):
                     continue
-                if isinstance(record.get("val_loss"), (int, float)):
-                    evaluations[record["step"]] = record
-                if isinstance(record.get("loss"), (int, float)):
+                if isinstance(record.get("val_loss"), (int, float)) and isinstance(record.get("at_step"), int):
+                    evaluations[record["at_step"]] = {**record, "step": record["at_step"]}
+                if isinstance(record.get("loss"), (int, float)) and isinstance(record.get("step"), int):
                     updates[record["step"]] = record
     except OSError as error:
         stop(f"{path}: {error.strerror}")
@@ -230,9 +231,7 @@ def main():
         if not thin:
             stop(f"{path}: no record with numbers in both {args.x} and {args.y}")
         window = args.smooth or max(1, len(thin) // 50)
-        # an evaluation may lack the x field, which its update has
-        by_step = {u["step"]: u for u in updates}
-        dots = series([{**by_step.get(e["step"], {}), **e} for e in evaluations], args.x, "val_loss") if args.y == "loss" else []
+        dots = series(evaluations, args.x, "val_loss") if args.y == "loss" else []
         curves.append((label, COLOURS[i % len(COLOURS)], thin, smoothed(thin, window) if window > 1 else [], dots))
         if args.table:
             print_table(label, updates, evaluations, floor)

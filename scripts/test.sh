@@ -7,7 +7,7 @@ set -uo pipefail
 build=${1:?usage: scripts/test.sh BUILD_FOLDER [suite ...]}
 shift
 suites=" ${*:-c python cli} "
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit 1
 # A test must not depend on the language of whoever runs it, nor leave anything but its verdict.
 export LC_ALL=C.UTF-8 PYTHONDONTWRITEBYTECODE=1
 

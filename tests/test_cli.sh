@@ -1,0 +1,600 @@
+#!/usr/bin/env bash
+# test_cli.sh - the program as its user meets it: tests/test_cli.sh build/cpu/train_gpt [row ...]
+#
+# Each row runs the binary in a fresh folder and compares exit code, messages and files. A row that compared nothing
+# fails. What this machine cannot do (namespaces, strace, foreign locales) is skipped with its reason. The last line is
+# "N passed, N failed, N skipped".
+set -uo pipefail
+binary=$(realpath -- "${1:?usage: tests/test_cli.sh BINARY [row ...]}")
+shift
+root=$(realpath -- "$(dirname "$0")/..")
+export LC_ALL=C.UTF-8 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+unset DEEPSPEED_TIMEOUT WORLD_SIZE RANK LOCAL_RANK
+
+base=$(mktemp -d "${TMPDIR:-/tmp}/test_cli.XXXXXX")
+trap 'cd / && chmod -R u+rwX -- "$base" 2>/dev/null; rm -rf -- "$base"' EXIT
+started=() # processes of the row that is running, ended with it
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The frame
+
+passed=0 failed=0 skipped=0
+compared=0 problem='' skip_reason=''
+want=("$@")
+
+fail() { [ -z "$problem" ] && problem=$1; return 0; }
+skip() { skip_reason=$1; }
+# expect DESCRIPTION COMMAND...: the command must succeed
+expect() {
+    local what=$1
+    shift
+    compared=$((compared + 1))
+    "$@" >/dev/null 2>&1 || fail "$what"
+}
+equal() { # WHAT GOT WANT
+    compared=$((compared + 1))
+    [ "$2" = "$3" ] || fail "$1 is '${2:0:200}', expected '$3'"
+}
+# The last run's standard error holds this (a fixed text).
+says() {
+    compared=$((compared + 1))
+    grep -aqF -- "$1" err || fail "standard error lacks '$1'; it is: $(head -c 400 err)"
+}
+says_not() {
+    compared=$((compared + 1))
+    ! grep -aqF -- "$1" err || fail "standard error holds '$1': $(head -c 400 err)"
+}
+prints() {
+    compared=$((compared + 1))
+    grep -aqF -- "$1" out || fail "standard output lacks '$1'; it ends: $(tail -c 300 out)"
+}
+# Runs the binary with a deadline; standard output and error go to files, the exit code to $code.
+run() {
+    timeout --kill-after=5 60 "$binary" "$@" >out 2>err </dev/null
+    code=$?
+    if [ "$code" -ge 132 ] && [ "$code" -le 139 ]; then fail "crashed with code $code: $(tail -c 300 err)"; fi
+}
+# run, and the exit code
+run_expect() {
+    local wanted=$1
+    shift
+    run "$@"
+    compared=$((compared + 1))
+    [ "$code" -eq "$wanted" ] || fail "exit code $code, expected $wanted: $(tail -n 3 err | head -c 400)"
+}
+# A refusal: this code, at least one line "...: what; what to do", nothing that looks like a crash, and no output folder.
+refuses() {
+    run_expect "$@"
+    compared=$((compared + 1))
+    [ -s err ] || fail "no message"
+    expect "no output folder is made by a refusal" test ! -e out_dir
+}
+# Losses and norms of a log, exactly as written, an update a line; of an update that was run twice, the later record.
+curve() {
+    python3 - "$1" <<'PY'
+import json, sys
+steps = {}
+for line in open(sys.argv[1]):
+    record = json.loads(line)
+    if "loss" in record: steps[record["step"]] = (record["loss"], record["grad_norm"], record["lr"])
+for step in sorted(steps): print(step, *(repr(x) for x in steps[step]))
+PY
+}
+# Waits until the log has so many update records, or the process is gone.
+wait_for_steps() { # LOG COUNT PID
+    local i
+    for ((i = 0; i < 600; i++)); do
+        [ "$(grep -ac '"grad_norm"' "$1" 2>/dev/null || true)" -ge "$2" ] 2>/dev/null && return 0
+        kill -0 "$3" 2>/dev/null || return 1
+        sleep 0.05
+    done
+    return 1
+}
+
+# A model that trains 12 updates in a moment; arguments are lines for the run section.
+write_config() {
+    cat >config.json <<JSON
+{
+    "train_batch_size": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "gradient_clipping": 1.0,
+    "train_gpt": {
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": 256},
+        "data": {"train": "train.txt"},
+        "run": {
+            "steps": 12,
+            "seq_len": 32,
+            "seed": 7,
+            "output_dir": "out_dir"
+        }
+    }
+}
+JSON
+}
+write_text() {
+    local i
+    for ((i = 0; i < 200; i++)); do echo "line $i: the cat sat on mat $((i * 7919 % 101)) and looked at bird $((i * 104729 % 89))."; done >train.txt
+}
+# A shard of 16-bit tokens in llm.c's format: NAME HEADER_COUNT TOKEN...
+write_shard() {
+    python3 - "$@" <<'PY'
+import struct, sys
+name, count, tokens = sys.argv[1], int(sys.argv[2]), [int(t) for t in sys.argv[3:]]
+header = struct.pack("<256i", 20240520, 1, count, *([0] * 253))
+open(name, "wb").write(header + struct.pack(f"<{len(tokens)}H", *tokens))
+PY
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+row_trains_and_logs() {
+    run_expect 0 -c config.json
+    expect "log" test -s out_dir/log.jsonl
+    python3 - <<'PY' >verdict 2>&1
+import json, math
+records = [json.loads(line, parse_constant=lambda name: 1 / 0) for line in open("out_dir/log.jsonl")]
+updates = [r for r in records if "loss" in r]
+assert [r["step"] for r in updates] == list(range(12)), "steps"
+for r in updates:
+    for key in ("loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "step_ms", "tokens_per_s", "tflops", "mfu"): assert key in r, key
+    assert r["tokens"] == (r["step"] + 1) * 4 * 32, "tokens"
+assert abs(updates[0]["loss"] - math.log(256)) < 0.2, f"first loss {updates[0]['loss']}"
+assert updates[-1]["loss"] < updates[0]["loss"] - 0.05, f"last loss {updates[-1]['loss']}"
+assert records[-1].get("event") == "done", records[-1]
+print("good")
+PY
+    equal "the log" "$(cat verdict | tail -n 1)" good
+}
+
+row_check_config_is_quiet() {
+    run_expect 0 -c config.json --check-config
+    prints "train_batch_size"
+    prints "gradient_clipping"
+    expect "--check-config writes nothing" test ! -e out_dir
+    run_expect 0 --help-config
+    prints "zero_optimization"
+    prints "train_micro_batch_size_per_gpu"
+    run_expect 0 --help
+    prints "--check-config"
+    run_expect 0 --version
+}
+
+row_misspelt_key() {
+    sed -i 's/"gradient_clipping"/"gradient_cliping"/' config.json
+    refuses 2 -c config.json
+    says "config.json:4"
+    says "gradient_cliping"
+    says "gradient_clipping" # the suggestion
+}
+
+row_duplicate_key() {
+    sed -i 's/"gradient_clipping": 1.0,/"gradient_clipping": 1.0,\n    "gradient_clipping": 0.5,/' config.json
+    refuses 2 -c config.json
+    says "gradient_clipping"
+    says "config.json:5"
+    says "4" # the other line
+}
+
+row_all_problems_at_once() {
+    sed -i 's/"gradient_clipping": 1.0/"gradient_clipping": "much", "fp61": {"enabled": true}/; s/"lr": 1e-3/"lr": -1, "bettas": [0.9, 0.95]/' config.json
+    refuses 2 -c config.json
+    says "gradient_clipping"
+    says "fp61"
+    says "bettas"
+    says "lr"
+}
+
+row_not_built_yet() {
+    refuses 2 -c config.json zero_optimization.stage=3 zero_optimization.offload_param.device=cpu
+    says "not built yet"
+    refuses 2 -c config.json tensor_parallel.autotp_size=2
+}
+
+row_command_line() {
+    refuses 2 -c config.json run.steps=
+    refuses 2 -c config.json run.stepz=5
+    says "run.steps"
+    refuses 2 -c config.json run.steps=five
+    refuses 2 -c config.json --no-such-switch
+    says "--no-such-switch"
+    refuses 2 -c
+    refuses 2 -c missing.json
+    says "missing.json"
+    refuses 2 -c /tmp
+    refuses 2 -c /dev/zero
+    mkfifo fifo
+    refuses 2 -c fifo
+    : >empty.json
+    refuses 2 -c empty.json
+    run_expect 0 -c config.json run.steps=2
+    equal "updates under an override" "$(grep -c grad_norm out_dir/log.jsonl)" 2
+}
+
+# A configuration that ends anywhere is refused, and never crashes the reader.
+row_config_cut_anywhere() {
+    local n size
+    size=$(stat -c %s config.json)
+    for ((n = 0; n < size - 2; n += 3)); do
+        head -c "$n" config.json >cut.json
+        run_expect 2 -c cut.json --check-config
+    done
+}
+
+row_escapes_in_messages() {
+    printf '{"train_batch_size": 4, "\033[2Jgrad%%n%%s\\u001b[31m": 1}\n' >bad.json
+    refuses 2 -c bad.json
+    expect "no escape byte reaches the terminal" bash -c '! grep -aq $'"'\033'"' err'
+    refuses 2 -c config.json $'data.train=\033]0;x\007'
+    expect "no escape byte reaches the terminal" bash -c '! grep -aq $'"'\033'"' err'
+}
+
+row_missing_data() {
+    refuses 65 -c config.json data.train=nowhere.txt
+    says "nowhere.txt"
+    refuses 65 -c config.json 'data.train=no_*_such.bin'
+    says 'no_*_such.bin'
+    : >empty.txt
+    refuses 65 -c config.json data.train=empty.txt
+    says "empty.txt"
+    mkdir folder.txt
+    refuses 65 -c config.json data.train=folder.txt
+    mkfifo pipe.txt
+    refuses 65 -c config.json data.train=pipe.txt
+    ln -s loop.txt loop.txt
+    refuses 65 -c config.json data.train=loop.txt
+}
+
+row_cut_shard() {
+    write_shard good.bin 1500 $(seq 1 1500 | awk '{ print $1 % 256 }')
+    run_expect 0 -c config.json data.train=good.bin run.steps=1
+    rm -rf out_dir
+    head -c 2001 good.bin >cut.bin
+    refuses 65 -c config.json data.train=cut.bin
+    says "cut.bin"
+    head -c 700 good.bin >header.bin
+    refuses 65 -c config.json data.train=header.bin
+    says "header.bin"
+    (head -c 1024 good.bin; head -c 3000 /dev/zero; echo) >long.bin
+    refuses 65 -c config.json data.train=long.bin
+    (echo "not a shard at all"; head -c 4000 /dev/zero) >magic.bin
+    refuses 65 -c config.json data.train=magic.bin
+    says "magic.bin"
+}
+
+row_token_out_of_range() {
+    write_shard bad.bin 1500 $(seq 1 1500 | awk '{ print $1 == 1234 ? 50000 : $1 % 256 }')
+    refuses 65 -c config.json data.train=bad.bin
+    says "bad.bin"
+    says "50000"
+    says "256"
+    says $((1024 + 1233 * 2)) # offset in the file
+}
+
+row_output_cannot_be_made() {
+    echo "precious" >in_the_way
+    run_expect 73 -c config.json run.output_dir=in_the_way
+    says "in_the_way"
+    equal "the file in the way" "$(cat in_the_way)" precious
+    run_expect 73 -c config.json run.output_dir=in_the_way/deeper
+    says "in_the_way"
+}
+
+row_no_permission_to_write() {
+    local as=()
+    mkdir readonly
+    if [ "$(id -u)" -eq 0 ]; then
+        command -v setpriv >/dev/null || { skip "no setpriv"; return; }
+        as=(setpriv --reuid=65534 --regid=65534 --clear-groups)
+        chmod 755 "$base" . && "${as[@]}" test -r config.json && "${as[@]}" test -x "$binary" || { skip "another user cannot reach the binary"; return; }
+    fi
+    chmod 555 readonly
+    "${as[@]}" timeout 60 "$binary" -c "$PWD/config.json" data.train="$PWD/train.txt" run.output_dir="$PWD/readonly/out" >out 2>err </dev/null
+    equal "exit code" $? 73
+    says "readonly"
+    "${as[@]}" timeout 60 "$binary" -c "$PWD/config.json" data.train="$PWD/train.txt" run.output_dir="$PWD/readonly" >out 2>err </dev/null
+    equal "exit code" $? 73
+    says "readonly"
+}
+
+row_read_only_file_system() {
+    mkdir mounted
+    unshare -m true 2>/dev/null || { skip "no mount namespaces here"; return; }
+    unshare -m bash -c 'mount -t tmpfs none mounted && mount -o remount,ro mounted && exec "$0" -c config.json run.output_dir=mounted/out' "$binary" >out 2>err </dev/null
+    equal "exit code" $? 73
+    says "mounted"
+}
+
+# Too little room for a checkpoint: one line, code 73 or 74, and no half-written checkpoint under a final name.
+row_full_disk() {
+    mkdir mounted
+    unshare -m true 2>/dev/null || { skip "no mount namespaces here"; return; }
+    unshare -m bash -c 'mount -t tmpfs -o size=64k none mounted && "$0" -c config.json run.output_dir=mounted; echo $? >code; find mounted -type f >files; mkdir kept; cp -r mounted/. kept/' "$binary" >out 2>err </dev/null
+    expect "exit code $(cat code) is 73 or 74" grep -qxE '73|74' code
+    says "No space left"
+    expect "the log is whole lines of JSON" python3 -c 'import json; [json.loads(l) for l in open("kept/log.jsonl") if l.endswith("\n")]'
+}
+
+row_streams_closed() {
+    timeout 60 "$binary" -c config.json <&- >&- 2>&-
+    equal "exit code with all streams closed" $? 0
+    expect "log" grep -q '"done"' out_dir/log.jsonl
+    expect "log holds nothing but records" python3 -c 'import json; [json.loads(l) for l in open("out_dir/log.jsonl")]'
+    rm -rf out_dir
+    timeout 60 "$binary" -c config.json </dev/null >&- 2>err
+    equal "exit code with standard output closed" $? 0
+    rm -rf out_dir
+    timeout 60 "$binary" -c config.json run.output_dir=out_dir </dev/null >/dev/full 2>err
+    equal "exit code with standard output full" $? 0
+    expect "log" grep -q '"done"' out_dir/log.jsonl
+}
+
+row_reader_goes_away() {
+    (timeout 60 "$binary" -c config.json 2>err </dev/null; echo $? >code) | head -n 1 >out
+    equal "exit code after the pipe's reader left" "$(cat code)" 0
+    expect "log" grep -q '"done"' out_dir/log.jsonl
+}
+
+# The signal, the update at hand, a save, exit code 0; then the rest of the run, equal bit for bit to a run never stopped.
+row_sigterm_saves_and_resume_is_bitwise() {
+    local pid signal
+    run_expect 0 -c config.json run.steps=60 run.output_dir=whole
+    curve whole/log.jsonl >whole.curve
+    equal "updates of the whole run" "$(wc -l <whole.curve)" 60
+    for signal in TERM INT; do
+        rm -rf out_dir
+        # (started from a shell without job control, background processes ignore SIGINT unless told otherwise)
+        python3 -c 'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])' \
+            "$binary" -c config.json run.steps=60 >out 2>err </dev/null &
+        pid=$!
+        started+=("$pid")
+        wait_for_steps out_dir/log.jsonl 5 "$pid"
+        kill -s "$signal" "$pid"
+        wait "$pid"
+        equal "exit code after SIG$signal" $? 0
+        prints "saving"
+        expect "it stopped early ($(grep -c grad_norm out_dir/log.jsonl) updates)" test "$(grep -c grad_norm out_dir/log.jsonl)" -lt 60
+        run_expect 0 -c config.json run.steps=60
+        curve out_dir/log.jsonl >parts.curve
+        expect "curve after SIG$signal and resume: $(diff whole.curve parts.curve | head -n 3)" cmp whole.curve parts.curve
+        expect "weights after SIG$signal and resume are those of the whole run" same_weights whole out_dir
+    done
+}
+# The newest checkpoints of two runs hold equal state files.
+same_weights() {
+    local a b file n=0
+    a=$(newest_checkpoint "$1") b=$(newest_checkpoint "$2")
+    for file in "$a"/*.safetensors; do
+        [ -s "$file" ] || return 1
+        cmp -s -- "$file" "$b/${file##*/}" || return 1
+        n=$((n + 1))
+    done
+    [ "$n" -gt 0 ]
+}
+newest_checkpoint() { find "$1/checkpoints" -mindepth 1 -maxdepth 1 -type d | sort -V | tail -n 1; }
+
+row_checkpoint_every() {
+    run_expect 0 -c config.json run.steps=12 run.output_dir=whole
+    curve whole/log.jsonl >whole.curve
+    run_expect 0 -c config.json run.steps=12 run.checkpoint_every=5
+    equal "checkpoints (after 5, 10 and 12 updates)" "$(find out_dir/checkpoints -mindepth 1 -maxdepth 1 -type d | wc -l)" 3
+    curve out_dir/log.jsonl >parts.curve
+    expect "saving changes nothing" cmp whole.curve parts.curve
+}
+
+# kill -9 at any instant: the next start goes on from the newest whole checkpoint and ends on the same curve.
+row_kill_and_resume() {
+    local pid i
+    run_expect 0 -c config.json run.steps=60 run.output_dir=whole
+    curve whole/log.jsonl >whole.curve
+    for i in 4 9 17 30; do
+        "$binary" -c config.json run.steps=60 run.checkpoint_every=2 >out 2>err </dev/null &
+        pid=$!
+        started+=("$pid")
+        wait_for_steps out_dir/log.jsonl "$i" "$pid"
+        kill -9 "$pid" 2>/dev/null
+        wait "$pid" 2>/dev/null
+    done
+    run_expect 0 -c config.json run.steps=60 run.checkpoint_every=2
+    curve out_dir/log.jsonl >parts.curve
+    expect "curve after four kills: $(diff whole.curve parts.curve | head -n 3)" cmp whole.curve parts.curve
+    expect "weights after four kills" same_weights whole out_dir
+    equal "unfinished files left behind" "$(find out_dir -name '.*' -mindepth 1 -not -name '.lock' | wc -l)" 0
+}
+
+row_second_signal_leaves_at_once() {
+    "$binary" -c config.json run.steps=100000 model.n_embd=256 >out 2>err </dev/null &
+    local pid=$! start
+    started+=("$pid")
+    wait_for_steps out_dir/log.jsonl 1 "$pid"
+    start=$SECONDS
+    kill -TERM "$pid"
+    kill -TERM "$pid"
+    sleep 0.1
+    kill -TERM "$pid" 2>/dev/null
+    wait "$pid"
+    code=$?
+    expect "exit code $code is 143 (at once) or 0 (the save was faster)" test "$code" -eq 143 -o "$code" -eq 0
+    expect "within 5 s" test $((SECONDS - start)) -le 5
+}
+
+row_second_run_is_refused() {
+    "$binary" -c config.json run.steps=100000 >out 2>/dev/null </dev/null &
+    local pid=$!
+    started+=("$pid")
+    wait_for_steps out_dir/log.jsonl 2 "$pid"
+    run -c config.json run.steps=100000
+    expect "exit code $code of the second run is 2 or 73" test "$code" -eq 2 -o "$code" -eq 73
+    says "$pid"
+    expect "the first run lives" kill -0 "$pid"
+    kill -TERM "$pid"
+    wait "$pid"
+    equal "exit code of the first" $? 0
+}
+
+row_every_checkpoint_broken() {
+    local file
+    run_expect 0 -c config.json run.checkpoint_every=6
+    find out_dir/checkpoints -type f -size +0 | while read -r file; do head -c 40 "$file" >"cut" && cat "cut" >"$file"; done
+    run_expect 66 -c config.json run.steps=20
+    equal "records in the log" "$(grep -c grad_norm out_dir/log.jsonl)" 12
+}
+
+row_newest_checkpoint_broken() {
+    local file newest
+    run_expect 0 -c config.json run.checkpoint_every=6
+    newest=$(newest_checkpoint out_dir)
+    for file in "$newest"/*; do head -c $(($(stat -c %s "$file") - 1)) "$file" >"cut" && cat "cut" >"$file"; done
+    run_expect 0 -c config.json run.steps=14
+    says "$(basename -- "$newest")"
+    equal "first update of the second run" "$(sed -n 's/^{"step":\([0-9]*\),.*/\1/p' out_dir/log.jsonl | sed -n 13p)" 6
+}
+
+row_checkpoint_of_another_model() {
+    run_expect 0 -c config.json
+    run -c config.json model.n_embd=64 run.steps=20
+    expect "exit code $code is 2 or 66" test "$code" -eq 2 -o "$code" -eq 66
+    says "n_embd"
+}
+
+row_numbers_that_run_away() {
+    run_expect 76 -c config.json optimizer.params.lr=1e30 gradient_clipping=0
+    says "step"
+}
+
+row_generate_and_export() {
+    run_expect 0 -c config.json
+    run_expect 0 -c config.json --generate "line"
+    expect "a sample" test "$(wc -c <out)" -ge 20
+    cp out first_sample
+    run_expect 0 -c config.json --generate "line"
+    expect "sampling is a function of the seed" cmp out first_sample
+    run_expect 0 -c config.json --export exported
+    expect "config.json" python3 -c 'import json; c = json.load(open("exported/config.json")); assert c["model_type"] == "gpt2" and c["n_embd"] == 32 and c["n_layer"] == 2, c'
+    expect "weights" test -s exported/model.safetensors
+    # an exported model is a starting point whose first loss is near the last one, not near log(256)
+    run_expect 0 -c config.json model.init_from=exported run.output_dir=tuned run.steps=1
+    expect "first loss of the fine-tuned run" python3 -c '
+import json
+last = [json.loads(l) for l in open("out_dir/log.jsonl")]; last = [r["loss"] for r in last if "loss" in r][-1]
+first = json.loads(open("tuned/log.jsonl").readline())["loss"]
+assert first < last + 0.3, (first, last)'
+}
+
+row_pid_1() {
+    unshare -pf --mount-proc true 2>/dev/null || { skip "no process namespaces here"; return; }
+    unshare -pf --mount-proc --kill-child "$binary" -c config.json run.steps=100000 >out 2>err </dev/null &
+    local outer=$! inner
+    started+=("$outer")
+    wait_for_steps out_dir/log.jsonl 2 "$outer"
+    inner=$(cat "/proc/$outer/task/$outer/children" 2>/dev/null | awk '{ print $1 }')
+    [ -n "$inner" ] || { skip "the kernel does not tell children"; kill -9 "$outer"; return; }
+    kill -TERM "$inner"
+    wait "$outer"
+    equal "exit code as process 1" $? 0
+    expect "a checkpoint" test -n "$(newest_checkpoint out_dir)"
+}
+
+# One execve, whatever the strings say; and no file outside the folder is opened for writing.
+row_nothing_is_executed() {
+    command -v strace >/dev/null && strace -o /dev/null true 2>/dev/null || { skip "no strace here"; return; }
+    local key value n=0
+    for value in '$(touch pwned)' '`touch pwned`' '; touch pwned' '| touch pwned' $'\ntouch pwned\n'; do
+        for key in run.output_dir run.resume run.sample_prompt model.init_from model.preset data.train data.val data.tokenizer checkpoint.save_dir; do
+            n=$((n + 1))
+            case $n in *1 | *5) ;; *) timeout 60 "$binary" -c config.json run.steps=1 "$key=$value" >out 2>err </dev/null; continue ;; esac
+            ASAN_OPTIONS=detect_leaks=0 timeout 60 strace -f -qq -e trace=execve,execveat -o trace "$binary" -c config.json run.steps=1 "$key=$value" >out 2>err </dev/null
+            equal "execve calls with $key=$value" "$(grep -cE 'execve(at)?\(' trace)" 1
+        done
+    done
+    expect "nothing was run" test ! -e pwned
+}
+
+row_writes_only_below_output_dir() {
+    command -v strace >/dev/null && strace -o /dev/null true 2>/dev/null || { skip "no strace here"; return; }
+    ASAN_OPTIONS=detect_leaks=0 timeout 60 strace -f -qq -e trace=openat,open,creat,mkdir,mkdirat,rename,renameat,renameat2,unlink,unlinkat -o trace "$binary" -c config.json run.steps=2 >out 2>err </dev/null
+    equal "exit code" $? 0
+    expect "files were written" grep -qE 'O_CREAT' trace
+    equal "written outside" "$(grep -E 'O_WRONLY|O_RDWR|O_CREAT|mkdir|rename|unlink' trace | grep -vE '"out_dir|AT_FDCWD, "\.?/?out_dir|openat\([0-9]+|(rename|unlink|mkdir)at2?\([0-9]+|"/dev/(null|tty)"|ENOENT' | head -n 3)" ""
+    expect "links are not followed where files are made" bash -c '! grep -E "O_CREAT" trace | grep -v O_NOFOLLOW | grep -vq O_EXCL'
+    equal "descriptors without CLOEXEC" "$(grep -E '^[0-9]+ +openat' trace | grep -vE 'O_CLOEXEC|= -1' | head -n 2)" ""
+}
+
+# Numbers are read and written alike where the decimal point is a comma and where i has a dotted capital.
+row_locales() {
+    local dir=$PWD/locales name n=0
+    run_expect 0 -c config.json run.output_dir=plain
+    mkdir "$dir"
+    for name in de_DE tr_TR; do
+        if localedef -i "$name" -f UTF-8 "$dir/$name.UTF-8" 2>/dev/null || [ -d "$dir/$name.UTF-8" ]; then
+            n=$((n + 1))
+            LOCPATH=$dir LC_ALL=$name.UTF-8 timeout 60 "$binary" -c config.json run.output_dir="$name" >out 2>err </dev/null
+            equal "exit code in $name" $? 0
+            curve plain/log.jsonl >a && curve "$name/log.jsonl" >b
+            expect "curve in $name" cmp a b
+        fi
+    done
+    [ "$n" -eq 2 ] || skip "no source of German and Turkish locales here"
+}
+
+row_hostile_environment() {
+    local setting
+    run_expect 0 -c config.json run.output_dir=plain
+    curve plain/log.jsonl >a
+    for setting in OMP_NUM_THREADS=-1 OMP_NUM_THREADS=1000000000 OMP_NUM_THREADS=junk DEEPSPEED_TIMEOUT=x LC_NUMERIC=junk TMPDIR=/nonexistent MALLOC_PERTURB_=165 GOMP_CPU_AFFINITY=junk; do
+        rm -rf out_dir
+        env "$setting" timeout 60 "$binary" -c config.json >out 2>err </dev/null
+        code=$?
+        case $code in
+            0) curve out_dir/log.jsonl >b; expect "curve under $setting" cmp a b ;;
+            2) says "${setting%%=*}" ;;
+            *) fail "exit code $code under $setting: $(tail -n 2 err)" ;;
+        esac
+        compared=$((compared + 1))
+    done
+    rm -rf out_dir
+    env -i "$binary" -c config.json >out 2>err </dev/null
+    equal "exit code with an empty environment" $? 0
+}
+
+row_limits() {
+    (ulimit -n 32 && exec timeout 60 "$binary" -c config.json run.output_dir=files >out 2>err </dev/null)
+    equal "exit code with 32 descriptors" $? 0
+    (ulimit -s 256 && exec timeout 60 "$binary" -c config.json run.output_dir=stack >out 2>err </dev/null)
+    equal "exit code with a stack of 256 KiB" $? 0
+    (ulimit -f 8 && exec timeout 60 "$binary" -c config.json run.output_dir=size >out 2>err </dev/null)
+    code=$?
+    expect "exit code $code with a limit on file size is 73 or 74" test "$code" -eq 73 -o "$code" -eq 74
+    says "File too large"
+    (umask 077 && exec timeout 60 "$binary" -c config.json run.output_dir=private >out 2>err </dev/null)
+    equal "files that others may read under umask 077" "$(find private -perm /077 | wc -l)" 0
+}
+
+row_sizes_that_overflow() {
+    refuses 2 -c config.json model.n_embd=1099511627776
+    refuses 2 -c config.json train_batch_size=4611686018427387904
+    refuses 2 -c config.json run.steps=99999999999999999999
+    refuses 2 -c config.json model.n_head=3
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+[ ${#want[@]} -gt 0 ] || mapfile -t want < <(sed -nE 's/^row_([a-z_0-9]+)\(\).*/\1/p' "$root/tests/test_cli.sh")
+for name in "${want[@]}"; do
+    if ! declare -F "row_$name" >/dev/null; then echo "error: no row $name" >&2; exit 2; fi
+    compared=0 problem='' skip_reason='' started=()
+    began=$(date +%s%N)
+    mkdir -- "$base/$name" && cd -- "$base/$name" || exit 1
+    write_config
+    write_text
+    "row_$name"
+    for pid in "${started[@]}"; do kill -9 "$pid" 2>/dev/null && wait "$pid" 2>/dev/null; done
+    cd "$base" && chmod -R u+rwX -- "$name" && rm -rf -- "$name"
+    [ -z "$problem" ] && [ -z "$skip_reason" ] && [ "$compared" -eq 0 ] && problem="compared nothing"
+    elapsed=$(awk -v ns=$(($(date +%s%N) - began)) 'BEGIN { printf "%.1f", ns / 1e9 }')
+    if [ -n "$problem" ]; then failed=$((failed + 1)); echo "FAIL cli/$name: $compared checks, $elapsed s: $problem"
+    elif [ -n "$skip_reason" ]; then skipped=$((skipped + 1)); echo "skip cli/$name: $skip_reason"
+    else passed=$((passed + 1)); echo "ok   cli/$name: $compared checks, $elapsed s"; fi
+done
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]
