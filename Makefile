@@ -131,7 +131,7 @@ check: binaries
 	@scripts/setup.sh g++ python3 readelf
 	@scripts/check_layers.sh
 	@scripts/check_hardening.sh $(BUILD)/train_gpt
-	@scripts/check_readme.sh $(BUILD)/train_gpt
+	@scripts/check_readme.py $(BUILD)/train_gpt
 	@scripts/sizes.sh
 
 fuzz:
