@@ -1,0 +1,838 @@
+// test_model.h - tables, schedules, programs, and whole runs of small models against PyTorch's.
+#pragma once
+#include "dies.h"
+
+// ---------------------------------------------------------------------------------------------------------------
+// Configurations made by hand, so that these tests do not depend on the reader
+
+static Config *tiny_config(void) {
+    Config *c = (Config *)host_alloc(sizeof(Config));
+    c->model.n_layer = 2;
+    c->model.n_head = 2;
+    c->model.n_embd = 32;
+    c->model.n_positions = 24;
+    c->model.vocab_size = 256;
+    c->model.n_inner = 128;
+    c->model.layer_norm_epsilon = 1e-5;
+    c->model.tie_word_embeddings = true;
+    c->batch.train_micro_batch_size_per_gpu = 2;
+    c->batch.gradient_accumulation_steps = 2;
+    c->batch.train_batch_size = 4;
+    c->optimizer.type = OPTIMIZER_ADAMW;
+    c->optimizer.lr = 1e-3;
+    c->optimizer.betas[0] = 0.9;
+    c->optimizer.betas[1] = 0.95;
+    c->optimizer.eps = 1e-8;
+    c->optimizer.weight_decay = 0.1;
+    c->optimizer.bias_correction = c->optimizer.adam_w_mode = true;
+    c->scheduler.type = SCHEDULE_CONSTANT;
+    c->scheduler.last_batch_iteration = -1;
+    c->gradient_clipping = 1.0;
+    c->fp16.initial_scale_power = 16;
+    c->fp16.loss_scale_window = 1000;
+    c->fp16.hysteresis = 2;
+    c->fp16.min_loss_scale = 1;
+    c->bf16.check_grad_overflow = true;
+    c->run.seq_len = 24;
+    c->run.seed = 7;
+    c->run.steps = 10;
+    return c;
+}
+
+static void config_set_dtype(Config *c, DType t) {
+    c->dtype = t;
+    c->fp16.enabled = t == DTYPE_FP16;
+    c->bf16.enabled = t == DTYPE_BF16;
+}
+
+static const char *tiny_tokens = "data/golden/gpt2-tiny/tokens.bin"; // bytes of English text in llm.c's format
+
+// A trainer with data and initial weights, but no files of its own.
+static void tiny_trainer(Trainer *t, Config *c) {
+    trainer_init_core(t, c, true, c->batch.train_micro_batch_size_per_gpu);
+    t->metrics.log_fd = -1;
+    dataloader_open(&t->train, tiny_tokens, c->model.vocab_size, c->run.seq_len, c->batch.train_batch_size, false, false, 1, "data.train");
+    t->has_train = true;
+    dataloader_open(&t->val, tiny_tokens, c->model.vocab_size, c->run.seq_len, 1, false, false, 1, "data.val");
+    t->has_val = true;
+    zero_init_weights(&t->zero, (uint64_t)c->run.seed);
+}
+
+// All masters one after another, rows in the order of the table; the caller frees it.
+static float *trainer_weights(Trainer *t, int64_t *n) {
+    *n = table_param_count(&t->model.table);
+    float *all = (float *)host_alloc((size_t)*n * 4), *at = all;
+    for (int i = 0; i < t->model.table.n_rows; i++) {
+        if (t->model.table.row[i].tied_to >= 0) continue;
+        zero_tensor_read(&t->zero, i, STATE_MASTER, at);
+        at += param_numel(&t->model.table.row[i]);
+    }
+    return all;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// tables
+
+static ModelConfig model_sizes(int64_t L, int64_t NH, int64_t C, int64_t T, int64_t V, bool tied) {
+    ModelConfig m;
+    memset(&m, 0, sizeof m);
+    m.n_layer = L, m.n_head = NH, m.n_embd = C, m.n_positions = T, m.vocab_size = V, m.n_inner = 4 * C;
+    m.layer_norm_epsilon = 1e-5;
+    m.tie_word_embeddings = tied;
+    return m;
+}
+
+// Published counts: GPT-2's four sizes (Radford et al. 2019, as stored in the released weights).
+static void test_param_counts(Test *t) {
+    static const struct { int64_t L, NH, C, count; } sizes[] = {{12, 12, 768, 124439808}, {24, 16, 1024, 354823168}, {36, 20, 1280, 774030080}, {48, 25, 1600, 1557611200}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        ModelConfig m = model_sizes(sizes[i].L, sizes[i].NH, sizes[i].C, 1024, 50257, true);
+        ParamTable p;
+        model_build_table(&p, &m);
+        expect_equal_i64(t, "parameters", table_param_count(&p), sizes[i].count);
+        table_free(&p);
+    }
+}
+
+// Rows tile their unit without overlap, decayed ones first, aligned; hundreds of shapes.
+static void test_param_layout(Test *t) {
+    for (int k = 0; k < 300; k++) {
+        uint64_t r = rng_bits(1, 2, (uint64_t)k);
+        int64_t NH = 1 + (int64_t)(r % 7), C = NH * (1 + (int64_t)(r >> 8) % 40), V = 1 + (int64_t)(r >> 20) % 700;
+        ModelConfig m = model_sizes(1 + (int64_t)(r >> 32) % 5, NH, C, 1 + (int64_t)(r >> 40) % 99, V, r >> 63);
+        ParamTable p;
+        model_build_table(&p, &m);
+        int tied = 0;
+        for (int u = 0; u < p.n_units; u++) {
+            int64_t covered = 0, slack = 0;
+            for (int i = p.unit[u].first_row; i < p.unit[u].first_row + p.unit[u].n_rows; i++) {
+                const ParamDesc *a = &p.row[i];
+                expect_equal_i64(t, "unit of the row", a->unit, u);
+                if (a->tied_to >= 0) { tied++; continue; }
+                covered += a->numel;
+                slack += round_up(a->numel, ROW_ALIGN) - a->numel;
+                expect_true(t, a->offset % ROW_ALIGN == 0, "%s starts at %" PRId64, a->name, a->offset);
+                expect_true(t, a->decay ? a->offset + a->numel <= p.unit[u].decay_numel : a->offset >= p.unit[u].decay_numel, "%s is on the wrong side of the decay border", a->name);
+                for (int j = p.unit[u].first_row; j < i; j++)
+                    expect_true(t, p.row[j].tied_to >= 0 || p.row[j].offset + p.row[j].numel <= a->offset || a->offset + a->numel <= p.row[j].offset, "%s overlaps %s", a->name, p.row[j].name);
+            }
+            expect_equal_i64(t, "elements of the unit", p.unit[u].numel, covered + slack);
+        }
+        expect_equal_i64(t, "tied rows", tied, m.tie_word_embeddings);
+        table_free(&p);
+    }
+}
+
+// Mean 0, the standard deviation of GPT-2, equal for equal (seed, name, index), different otherwise.
+static void test_initial_values(Test *t) {
+    ModelConfig m = model_sizes(3, 4, 64, 64, 256, true);
+    ParamTable p;
+    model_build_table(&p, &m);
+    for (int i = 0; i < p.n_rows; i++) {
+        const ParamDesc *r = &p.row[i];
+        if (r->init != INIT_NORMAL || r->tied_to >= 0) continue;
+        double sum = 0, squares = 0, want = strstr(r->name, "c_proj") ? 0.02 / sqrt(6.0) : 0.02;
+        int64_t n = param_numel(r), same = 0;
+        for (int64_t k = 0; k < n; k++) {
+            double x = param_initial_value(r, 7, k);
+            sum += x, squares += x * x;
+            same += x == param_initial_value(r, 8, k);
+        }
+        double std = sqrt(squares / (double)n);
+        // Five standard errors of the mean and of the standard deviation.
+        expect_near(t, r->name, sum / (double)n, 0, 5 * want / sqrt((double)n));
+        expect_near(t, r->name, std, want, 5 * want / sqrt(2.0 * (double)n));
+        expect_true(t, same < 3, "%s: %" PRId64 " values do not depend on the seed", r->name, same);
+    }
+    table_free(&p);
+}
+
+static void test_flops(Test *t) {
+    Model m;
+    ModelConfig c = model_sizes(12, 12, 768, 1024, 50257, true);
+    memset(&m, 0, sizeof m);
+    m.c = c, m.L = 12, m.C = 768;
+    model_build_table(&m.table, &c);
+    // 6 (124,439,808 - 1024*768) + 6*12*1024*768
+    expect_near(t, "FLOP per token", model_flops_per_token(&m, 1024), 6.0 * (124439808 - 786432) + 6.0 * 12 * 1024 * 768, 1);
+    table_free(&m.table);
+}
+
+static const TestRow table_tests[] = {
+    {"parameter counts", test_param_counts}, {"layout of parameters", test_param_layout}, {"initial values", test_initial_values}, {"FLOP per token", test_flops}, {NULL, NULL},
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// schedules: learning rates, loss scale, programs
+
+static Config *schedule_config(ScheduleType type) {
+    Config *c = tiny_config();
+    c->scheduler.type = type;
+    c->optimizer.lr = 0.01;
+    c->scheduler.warmup_max_lr = 0.01;
+    c->scheduler.warmup_num_steps = 4;
+    c->scheduler.total_num_steps = 20;
+    c->scheduler.cos_min_ratio = 0.0001;
+    return c;
+}
+
+// Values worked out by hand from the laws (i = u - 1).
+static void test_warmup_laws(Test *t) {
+    Config *c = schedule_config(SCHEDULE_WARMUP_LR);
+    double linear[] = {0, 0, 0.0025, 0.005, 0.0075, 0.01, 0.01};
+    for (int u = 0; u < 7; u++) expect_near(t, "WarmupLR linear", schedule_lr(c, u), linear[u], 1e-12);
+    c->scheduler.warmup_log = true;
+    double logarithmic[] = {0, 0, 0.01 * log(2) / log(4), 0.01 * log(3) / log(4), 0.01, 0.01};
+    for (int u = 0; u < 6; u++) expect_near(t, "WarmupLR log", schedule_lr(c, u), logarithmic[u], 1e-12);
+    c->scheduler.type = SCHEDULE_WARMUP_DECAY_LR;
+    c->scheduler.warmup_log = false;
+    c->scheduler.warmup_min_lr = 0.002;
+    expect_near(t, "Decay at i = 4", schedule_lr(c, 5), 0.01, 1e-12);
+    expect_near(t, "Decay at i = 12", schedule_lr(c, 13), 0.002 + 0.008 * 8 / 16, 1e-12);
+    for (int u = 21; u < 40; u++) expect_near(t, "Decay after the end", schedule_lr(c, u), 0.002, 1e-12);
+    c->scheduler.type = SCHEDULE_WARMUP_COSINE_LR;
+    c->scheduler.warmup_min_ratio = 0.1;
+    expect_near(t, "Cosine at update 0", schedule_lr(c, 0), 0, 0);
+    expect_near(t, "Cosine at i = 0", schedule_lr(c, 1), 0.001, 1e-12);
+    expect_near(t, "Cosine at i = 2", schedule_lr(c, 3), 0.01 * (0.1 + 0.9 * 0.5), 1e-12);
+    expect_near(t, "Cosine at i = 11", schedule_lr(c, 12), 0.01 * (0.0001 + 0.9999 * 0.5), 1e-12); // half way: (11-4+1)/16
+    for (int u = 20; u < 40; u++) expect_near(t, "Cosine after the end", schedule_lr(c, u), 0.01 * 0.0001, 1e-12);
+    free(c);
+}
+
+// A warm-up of 0, 1 or 2 updates: finite, not negative, and at the top from the documented update on.
+static void test_degenerate_warmups(Test *t) {
+    static const ScheduleType types[] = {SCHEDULE_WARMUP_LR, SCHEDULE_WARMUP_DECAY_LR, SCHEDULE_WARMUP_COSINE_LR};
+    for (int k = 0; k < 3; k++)
+        for (int64_t warmup = 0; warmup <= 2; warmup++)
+            for (int shape = 0; shape < 2; shape++) {
+                Config *c = schedule_config(types[k]);
+                c->scheduler.warmup_num_steps = warmup;
+                c->scheduler.warmup_log = shape;
+                for (int u = 0; u < 40; u++) {
+                    double lr = schedule_lr(c, u);
+                    expect_true(t, isfinite(lr) && lr >= 0 && lr <= 0.01, "lr %g at update %d", lr, u);
+                }
+                if (k < 2) expect_near(t, "top", schedule_lr(c, 3), 0.01, 1e-12);
+                c->scheduler.total_num_steps = 1; // T <= N: holds the floor
+                expect_true(t, isfinite(schedule_lr(c, 5)), "T <= N");
+                free(c);
+            }
+}
+
+static void test_cycle_and_range(Test *t) {
+    Config *c = schedule_config(SCHEDULE_ONE_CYCLE);
+    SchedulerConfig *s = &c->scheduler;
+    s->cycle_min_lr = 0.001, s->cycle_max_lr = 0.011, s->cycle_first_step_size = 10, s->cycle_second_step_size = 5, s->decay_step_size = 2, s->decay_lr_rate = 0.5;
+    s->cycle_momentum = true, s->cycle_min_mom = 0.8, s->cycle_max_mom = 0.9;
+    static const struct { int u; double lr, beta1; } want[] = {{0, 0.001, 0.8}, {1, 0.001, 0.9}, {6, 0.006, 0.85}, {11, 0.011, 0.8}, {12, 0.009, 0.82}, {15, 0.003, 0.88}, {16, 0.001 / 1.25, 0.9}, {17, 0.001 / 1.5, 0.9}};
+    for (size_t k = 0; k < sizeof want / sizeof *want; k++) {
+        double betas[2];
+        schedule_betas(c, want[k].u, betas);
+        expect_near(t, "OneCycle lr", schedule_lr(c, want[k].u), want[k].lr, 1e-12);
+        expect_near(t, "OneCycle beta1", betas[0], want[k].beta1, 1e-12);
+        expect_near(t, "OneCycle beta2", betas[1], 0.99, 0);
+    }
+    s->cycle_first_stair_count = 2;
+    expect_near(t, "first stair", schedule_lr(c, 5), 0.001, 1e-12);
+    expect_near(t, "second stair", schedule_lr(c, 7), 0.006, 1e-12);
+    free(c);
+    c = schedule_config(SCHEDULE_LR_RANGE_TEST);
+    s = &c->scheduler;
+    s->lr_range_test_min_lr = 0.001, s->lr_range_test_step_size = 4, s->lr_range_test_step_rate = 2;
+    for (int u = 0; u < 12; u++) expect_near(t, "range test", schedule_lr(c, u), 0.001 * (1 + 2 * u / 4.0), 1e-12);
+    s->lr_range_test_staircase = true;
+    for (int u = 0; u < 12; u++) expect_near(t, "range test, stairs", schedule_lr(c, u), 0.001 * (1 + 2 * (u / 4)), 1e-12);
+    free(c);
+}
+
+// run.lr_schedule = cosine: its end value, constant afterwards, never rising after the warm-up; a shorter run is a prefix.
+static void test_run_cosine(Test *t) {
+    Config *c = schedule_config(SCHEDULE_COSINE);
+    c->scheduler.warmup_steps = 5, c->scheduler.total_steps = 20, c->scheduler.final_lr_frac = 0.1;
+    for (int u = 0; u < 5; u++) expect_near(t, "warm-up", schedule_lr(c, u), 0.01 * (u + 1) / 5, 1e-12);
+    for (int u = 5; u < 30; u++) expect_true(t, schedule_lr(c, u + 1) <= schedule_lr(c, u), "rises at update %d", u);
+    for (int u = 20; u < 30; u++) expect_near(t, "end", schedule_lr(c, u), 0.001, 1e-12);
+    c->scheduler.warmup_steps = 0;
+    expect_near(t, "no warm-up", schedule_lr(c, 0), 0.01, 1e-12);
+    free(c);
+}
+
+static void test_loss_scaler(Test *t) {
+    Fp16Config c = {true, 0, 16, 3, 2, false, 1};
+    LossScaler s;
+    loss_scaler_init(&s, &c);
+    double tried[] = {65536, 65536, 32768, 16384, 8192};
+    for (int i = 0; i < 5; i++) {
+        expect_near(t, "scale under overflow", s.scale, tried[i], 0);
+        expect_true(t, loss_scaler_update(&s, true), "stopped above the floor");
+    }
+    // Clean updates: doubles after each window counted from the last overflow, and the allowance is whole again.
+    double clean[] = {4096, 4096, 8192, 8192, 8192, 16384};
+    for (int i = 0; i < 6; i++) {
+        loss_scaler_update(&s, false);
+        expect_near(t, "scale after clean updates", s.scale, clean[i], 0);
+    }
+    loss_scaler_update(&s, true);
+    expect_near(t, "first overflow after growth is forgiven", s.scale, 16384, 0);
+    // With consecutive_hysteresis a clean update restores the allowance at once.
+    c.consecutive_hysteresis = true;
+    c.loss_scale_window = 1000;
+    loss_scaler_init(&s, &c);
+    for (int i = 0; i < 10; i++) {
+        loss_scaler_update(&s, true);
+        loss_scaler_update(&s, false);
+    }
+    expect_near(t, "alternating overflows are forgiven", s.scale, 65536, 0);
+    // The floor: reached by halving, never passed, and an overflow on it is the end.
+    c.consecutive_hysteresis = false;
+    c.initial_scale_power = 2, c.hysteresis = 1, c.min_loss_scale = 1.5;
+    loss_scaler_init(&s, &c);
+    expect_true(t, loss_scaler_update(&s, true) && s.scale == 2, "scale %g", s.scale);
+    expect_true(t, loss_scaler_update(&s, true) && s.scale == 1.5, "scale %g", s.scale);
+    expect_true(t, !loss_scaler_update(&s, true), "goes on at the floor");
+    c.min_loss_scale = 0; // no floor: never the end, and the scale stays a number
+    loss_scaler_init(&s, &c);
+    for (int i = 0; i < 2000; i++) expect_true(t, loss_scaler_update(&s, true) && s.scale > 0 && (float)s.scale > 0, "scale %g after %d overflows", s.scale, i);
+    // Static: the scale never moves.
+    c.loss_scale = 128;
+    loss_scaler_init(&s, &c);
+    for (int i = 0; i < 50; i++) expect_true(t, loss_scaler_update(&s, i % 2) && s.scale == 128, "static scale %g", s.scale);
+    // Not fp16: 1.
+    c.enabled = false;
+    loss_scaler_init(&s, &c);
+    expect_near(t, "scale without fp16", s.scale, 1, 0);
+}
+
+// The generator passes its validator; programs with a planted fault do not.
+static void test_programs(Test *t) {
+    for (int n = 1; n <= 9; n++) {
+        Pipeline p;
+        pipeline_init(&p, n);
+        expect_equal_i64(t, "instructions", p.n, 3 * n);
+        expect_true(t, !pipeline_validate(&p), "refused: %s", pipeline_validate(&p));
+        for (int i = 0; i < p.n; i++) { // each instruction dropped, each neighbour swapped
+            Pipeline bad = p;
+            bad.prog = (Instr *)host_alloc(sizeof(Instr) * (size_t)p.n);
+            memcpy(bad.prog, p.prog, sizeof(Instr) * (size_t)p.n);
+            memmove(&bad.prog[i], &bad.prog[i + 1], sizeof(Instr) * (size_t)(p.n - i - 1));
+            bad.n--;
+            expect_true(t, pipeline_validate(&bad) != NULL, "a program without instruction %d passes", i);
+            if (i + 1 < p.n) {
+                memcpy(bad.prog, p.prog, sizeof(Instr) * (size_t)p.n);
+                bad.n = p.n;
+                bad.prog[i] = p.prog[i + 1];
+                bad.prog[i + 1] = p.prog[i];
+                expect_true(t, pipeline_validate(&bad) != NULL, "a program with instructions %d and %d swapped passes", i, i + 1);
+            }
+            free(bad.prog);
+        }
+        pipeline_free(&p);
+    }
+}
+
+static const TestRow schedule_tests[] = {
+    {"warm-up laws", test_warmup_laws}, {"degenerate warm-ups", test_degenerate_warmups}, {"cycle and range test", test_cycle_and_range},
+    {"cosine of the run", test_run_cosine}, {"loss scaler", test_loss_scaler}, {"programs", test_programs}, {NULL, NULL},
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// golden: a run of PyTorch and transformers (data/golden/README.md), reproduced
+
+#define GOLDEN "data/golden/gpt2-tiny"
+
+static void golden_open(Test *t, SafeTensors *st, const char *name) {
+    char path[128], why[512];
+    snprintf(path, sizeof path, GOLDEN "/%s", name);
+    if (!safetensors_open(st, path, why, sizeof why)) die(EXIT_DATA, "%s: %s", path, why);
+    (void)t;
+}
+
+// Row i of the table from a Hugging Face file, in our layout.
+static void golden_row(const SafeTensors *st, const ParamDesc *r, float *values) {
+    char name[128], why[512];
+    snprintf(name, sizeof name, "transformer.%s", r->name);
+    const SafeTensor *s = safetensors_find(st, name);
+    CHECK(s && safetensors_numel(s) == param_numel(r), "%s is missing or has another size", name);
+    CHECK(safetensors_read(st, s, 0, param_numel(r), values, why, sizeof why), "%s", why);
+    if (!r->hf_transposed) return;
+    int64_t OC = r->shape[0], C = r->shape[1];
+    float *copy = (float *)host_alloc((size_t)(OC * C) * 4);
+    memcpy(copy, values, (size_t)(OC * C) * 4);
+    for (int64_t i = 0; i < C; i++)
+        for (int64_t o = 0; o < OC; o++) values[o * C + i] = copy[i * OC + o];
+    free(copy);
+}
+
+static void golden_load_weights(Test *t, Trainer *trainer) {
+    SafeTensors st;
+    golden_open(t, &st, "model.safetensors");
+    for (int i = 0; i < trainer->model.table.n_rows; i++) {
+        const ParamDesc *r = &trainer->model.table.row[i];
+        if (r->tied_to >= 0) continue;
+        float *values = (float *)host_alloc((size_t)param_numel(r) * 4);
+        golden_row(&st, r, values);
+        zero_tensor_write(&trainer->zero, i, STATE_MASTER, values);
+        free(values);
+    }
+    safetensors_close(&st);
+}
+
+// Compares every tensor of a kind with a file; bound is a share of the tensor's largest value.
+static void golden_compare(Test *t, Trainer *trainer, StateKind kind, const char *file, double scale, double bound) {
+    SafeTensors st;
+    golden_open(t, &st, file);
+    for (int i = 0; i < trainer->model.table.n_rows; i++) {
+        const ParamDesc *r = &trainer->model.table.row[i];
+        if (r->tied_to >= 0) continue;
+        int64_t n = param_numel(r);
+        float *got = (float *)host_alloc((size_t)n * 4), *want = (float *)host_alloc((size_t)n * 4);
+        zero_tensor_read(&trainer->zero, i, kind, got);
+        for (int64_t k = 0; k < n; k++) got[k] = (float)(got[k] / scale);
+        golden_row(&st, r, want);
+        expect_close_array(t, r->name, got, want, n, INFINITY, bound);
+        free(got);
+        free(want);
+    }
+    safetensors_close(&st);
+}
+
+static Config *golden_config(void) {
+    Config *c = tiny_config();
+    c->model.n_layer = 3, c->model.n_head = 4, c->model.n_embd = 64, c->model.n_positions = 64, c->model.n_inner = 256;
+    c->batch.train_micro_batch_size_per_gpu = 4;
+    c->batch.train_batch_size = 8;
+    c->run.seq_len = 64;
+    c->scheduler.type = SCHEDULE_COSINE;
+    c->scheduler.warmup_steps = 5, c->scheduler.total_steps = 20, c->scheduler.final_lr_frac = 0.1;
+    return c;
+}
+
+// Bounds of a golden run: relative for losses and norms, shares of the tensor's largest value for gradients and weights.
+typedef struct {
+    double loss, norm, grads0, final;
+} GoldenBounds;
+
+static void golden_run(Test *t, DType dtype, GoldenBounds bound) {
+    Config *c = golden_config();
+    config_set_dtype(c, dtype);
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, c);
+    golden_load_weights(t, trainer);
+
+    char why[256];
+    int64_t size;
+    char *text = file_read_all(GOLDEN "/expected.json", true, 1 << 20, &size, why, sizeof why);
+    Json j;
+    CHECK(text && json_parse(&j, text, size, JSON_STRICT), "expected.json cannot be read");
+    int steps = json_find(&j, 0, "steps");
+    int at = j.node[steps].first;
+    for (int k = 0; k < 20; k++, at = j.node[at].next) {
+        StepStats s = train_step(trainer);
+        double loss, norm, lr;
+        CHECK(json_to_double(json_text(&j, json_find(&j, at, "loss_f64")), &loss) && json_to_double(json_text(&j, json_find(&j, at, "grad_norm_f64")), &norm) &&
+                  json_to_double(json_text(&j, json_find(&j, at, "lr")), &lr), "step %d of expected.json", k);
+        expect_near(t, "loss", s.loss, loss, bound.loss * loss);
+        expect_near(t, "gradient norm", s.grad_norm, norm, bound.norm * norm);
+        expect_near(t, "lr", s.lr, lr, 1e-12);
+        expect_true(t, !s.skipped, "update %d was skipped", k);
+        if (k == 0) golden_compare(t, trainer, STATE_GRAD, "grads0.safetensors", s.loss_scale, bound.grads0);
+    }
+    golden_compare(t, trainer, STATE_MASTER, "final.safetensors", 1, bound.final);
+    json_free(&j);
+    free(text);
+    trainer_free(trainer);
+    free(trainer);
+    free(c);
+}
+
+// fp32: losses 2e-5 relative and norms 1e-4 against PyTorch in fp64, first gradients 1e-5 and final weights 1e-4 of the
+// tensor's largest value. 16 bits: 1 % for losses and norms. Final weights in 16 bits: the gradient of the key's bias is
+// zero but for rounding, and Adam turns rounding of any size into steps of lr, so two runs may differ there by the sum
+// of the rates, 0.012, a tenth of the largest bias; the bound is twice that.
+static void test_golden_fp32(Test *t) { GoldenBounds b = {2e-5, 1e-4, 1e-5, 1e-4}; golden_run(t, DTYPE_FP32, b); }
+static void test_golden_bf16(Test *t) { GoldenBounds b = {0.01, 0.01, 0.05, 0.2}; golden_run(t, DTYPE_BF16, b); }
+static void test_golden_fp16(Test *t) { GoldenBounds b = {0.01, 0.01, 0.01, 0.2}; golden_run(t, DTYPE_FP16, b); }
+
+// Logits of the first micro-batch before training.
+static void test_golden_logits(Test *t) {
+    Config *c = golden_config();
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, c);
+    golden_load_weights(t, trainer);
+    ActSlot *a = &trainer->acts.slot[0];
+    load_micro_batch(trainer, 0, a);
+    a->mode = FORWARD_LOGITS;
+    forward_chunk(trainer, 0, a);
+    Acts head = acts_begin(&trainer->acts, a, trainer->model.table.n_units - 1);
+    int64_t N = 4 * 64, V = 256;
+    float *got = (float *)host_alloc((size_t)(N * trainer->model.Vp) * 4), *want = (float *)host_alloc((size_t)(N * V) * 4);
+    device_copy(got, head.act[ACT_LOGITS].data, N * trainer->model.Vp * 4, COPY_TO_HOST, trainer->stream);
+    stream_sync(trainer->stream);
+    CHECK(trainer->model.Vp == V, "padding of %" PRId64 " is not expected here", trainer->model.Vp);
+    SafeTensors st;
+    char why[256];
+    golden_open(t, &st, "logits0.safetensors");
+    CHECK(safetensors_read(&st, safetensors_find(&st, "logits"), 0, N * V, want, why, sizeof why), "%s", why);
+    expect_close_array(t, "logits", got, want, N * V, 1e-10, 1e-5);
+    safetensors_close(&st);
+    free(got);
+    free(want);
+    trainer_free(trainer);
+    free(trainer);
+    free(c);
+}
+
+static const TestRow golden_tests[] = {
+    {"logits", test_golden_logits}, {"fp32", test_golden_fp32}, {"bf16", test_golden_bf16}, {"fp16", test_golden_fp16}, {NULL, NULL},
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// trainer: properties of whole updates
+
+// Runs n updates and leaves losses and norms in `stats`; the caller frees the trainer's weights it is given.
+static float *run_updates(Config *c, int n, StepStats *stats, int64_t *n_weights) {
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, c);
+    for (int k = 0; k < n; k++) stats[k] = train_step(trainer);
+    float *w = trainer_weights(trainer, n_weights);
+    trainer_free(trainer);
+    free(trainer);
+    return w;
+}
+
+// One update of 8 samples: one micro-batch of 8, or 2, 4, 8 smaller ones, odd sizes of everything. The sums are the same
+// numbers in another order: 1e-5 relative.
+static void test_accumulation(Test *t) {
+    Config *c = tiny_config();
+    c->model.n_head = 3, c->model.n_embd = KERNELS_ON_GPU ? 72 : 33, c->model.n_inner = 50, c->model.vocab_size = 256, c->run.seq_len = 17;
+    c->batch.train_batch_size = 8;
+    StepStats want[5], got[5];
+    for (int64_t accumulation = 1; accumulation <= 8; accumulation *= 2) {
+        c->batch.gradient_accumulation_steps = accumulation;
+        c->batch.train_micro_batch_size_per_gpu = 8 / accumulation;
+        int64_t n;
+        free(run_updates(c, 5, accumulation == 1 ? want : got, &n));
+        for (int k = 0; k < 5 && accumulation > 1; k++) {
+            expect_near(t, "loss", got[k].loss, want[k].loss, 1e-5 * want[k].loss);
+            expect_near(t, "gradient norm", got[k].grad_norm, want[k].grad_norm, 1e-5 * want[k].grad_norm);
+        }
+    }
+    free(c);
+}
+
+// Twice the same run: the same bits.
+static void test_repeats(Test *t) {
+    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) {
+        Config *c = tiny_config();
+        config_set_dtype(c, (DType)dtype);
+        StepStats a[6], b[6];
+        int64_t n;
+        float *wa = run_updates(c, 6, a, &n), *wb = run_updates(c, 6, b, &n);
+        expect_same_bytes(t, "weights", wa, wb, n * 4);
+        for (int k = 0; k < 6; k++) expect_same_bytes(t, "loss", &a[k].loss, &b[k].loss, 8);
+        free(wa);
+        free(wb);
+        free(c);
+    }
+}
+
+// An evaluation and a sample between updates change no bit of training; the validation loss itself does not depend on
+// the micro-batch, and with lr 0 it is the training loss when both read the same tokens.
+static void test_evaluation_leaves_no_trace(Test *t) {
+    Config *c = tiny_config();
+    int64_t n;
+    StepStats plain[6];
+    float *want = run_updates(c, 6, plain, &n);
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, c);
+    for (int k = 0; k < 6; k++) {
+        double a = evaluate(trainer), b = evaluate(trainer);
+        expect_same_bytes(t, "validation loss", &a, &b, 8);
+        StepStats s = train_step(trainer);
+        expect_same_bytes(t, "loss", &s.loss, &plain[k].loss, 8);
+    }
+    float *got = trainer_weights(trainer, &n);
+    expect_same_bytes(t, "weights", got, want, n * 4);
+    trainer_free(trainer);
+    c->optimizer.lr = 0;
+    c->run.eval_batches = 2;
+    tiny_trainer(trainer, c);
+    double val = evaluate(trainer);
+    StepStats s = train_step(trainer); // reads the same four samples
+    expect_near(t, "validation against training loss", val, s.loss, 1e-12);
+    trainer_free(trainer);
+    // A set that does not divide: all of its samples count once, whatever the micro-batch.
+    double whole[3];
+    for (int k = 0; k < 3; k++) {
+        c->run.eval_batches = 0;
+        c->batch.train_micro_batch_size_per_gpu = 1 + 3 * k;
+        c->batch.gradient_accumulation_steps = 1;
+        c->batch.train_batch_size = 1 + 3 * k;
+        tiny_trainer(trainer, c);
+        whole[k] = evaluate(trainer);
+        expect_near(t, "validation loss of the whole set", whole[k], whole[0], 1e-6);
+        trainer_free(trainer);
+    }
+    free(trainer);
+    free(got);
+    free(want);
+    free(c);
+}
+
+// Sets one element of a weight, through the masters.
+static void plant_weight(Trainer *trainer, const char *name, float value) {
+    for (int i = 0; i < trainer->model.table.n_rows; i++) {
+        const ParamDesc *r = &trainer->model.table.row[i];
+        if (strcmp(r->name, name) != 0) continue;
+        float *values = (float *)host_alloc((size_t)param_numel(r) * 4);
+        zero_tensor_read(&trainer->zero, i, STATE_MASTER, values);
+        values[1] = value;
+        zero_tensor_write(&trainer->zero, i, STATE_MASTER, values);
+        free(values);
+        return;
+    }
+    CHECK(false, "no row %s", name);
+}
+
+// fp16 with a scale that overflows at once: updates are skipped without a trace, the scale follows the documented rule,
+// and when it fits, training begins with the schedule's first rate.
+static void test_overflow_skips(Test *t) {
+    Config *c = tiny_config();
+    config_set_dtype(c, DTYPE_FP16);
+    c->fp16.initial_scale_power = 32; // gradients of 2^32 * loss leave the range of fp16
+    c->scheduler.type = SCHEDULE_COSINE;
+    c->scheduler.warmup_steps = 4, c->scheduler.total_steps = 20, c->scheduler.final_lr_frac = 0;
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, c);
+    int64_t n;
+    float *before = trainer_weights(trainer, &n);
+    double scale = 0x1p32;
+    int skipped = 0;
+    for (int k = 0; k < 30; k++) {
+        StepStats s = train_step(trainer);
+        expect_near(t, "loss scale", s.loss_scale, scale, 0);
+        expect_near(t, "lr", s.lr, c->optimizer.lr * 0.25, 1e-12);
+        expect_true(t, isfinite(s.loss), "loss %g", s.loss);
+        if (!s.skipped) break;
+        skipped++;
+        if (skipped > 1) scale /= 2; // the first overflow is forgiven (hysteresis 2)
+        float *after = trainer_weights(trainer, &n);
+        expect_same_bytes(t, "weights after a skipped update", after, before, n * 4);
+        free(after);
+        expect_equal_i64(t, "applied updates", trainer->opt.applied_updates, 0);
+    }
+    expect_true(t, skipped >= 2 && skipped < 29, "%d updates skipped", skipped);
+    expect_equal_i64(t, "skipped updates counted", trainer->opt.skipped, skipped);
+    float *after = trainer_weights(trainer, &n);
+    expect_true(t, memcmp(after, before, (size_t)n * 4) != 0, "weights never moved");
+    free(after);
+    free(before);
+    trainer_free(trainer);
+    free(trainer);
+    free(c);
+}
+
+typedef struct {
+    Config *c;
+    const char *row;
+    float value;
+    int updates;
+} Planted;
+
+static void run_planted(void *arg) {
+    Planted *p = (Planted *)arg;
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, p->c);
+    if (p->row) plant_weight(trainer, p->row, p->value);
+    for (int k = 0; k < p->updates; k++) train_step(trainer);
+}
+
+// What cannot be trained ends with EXIT_NUMERICS and one line; what may pass is skipped.
+static void test_not_finite(Test *t) {
+    if (KERNELS_ON_GPU) { test_skip(t, "runs in a forked child, which may not use a GPU"); return; }
+    Config *c = tiny_config();
+    Planted nan_weight = {c, "h.1.ln_2.weight", NAN, 1};
+    expect_dies(t, EXIT_NUMERICS, "the loss is not finite", run_planted, &nan_weight);
+    config_set_dtype(c, DTYPE_BF16);
+    expect_dies(t, EXIT_NUMERICS, "the loss is not finite", run_planted, &nan_weight);
+    config_set_dtype(c, DTYPE_FP32);
+    c->optimizer.lr = 1e30;
+    c->gradient_clipping = 0;
+    Planted explodes = {c, NULL, 0, 4};
+    expect_dies(t, EXIT_NUMERICS, "step ", run_planted, &explodes);
+    // fp16, a floor, and an overflow that never ends: the tensor is named.
+    c->optimizer.lr = 1e-3;
+    config_set_dtype(c, DTYPE_FP16);
+    c->fp16.initial_scale_power = 4;
+    Planted floor = {c, "h.0.mlp.c_fc.bias", INFINITY, 20};
+    expect_dies(t, EXIT_NUMERICS, "overflow at the floor of the loss scale", run_planted, &floor);
+    expect_dies(t, EXIT_NUMERICS, "first in wte.weight", run_planted, &floor);
+    free(c);
+}
+
+// A gradient that is not finite while the loss is: one infinite element planted in the shards.
+static void test_infinite_gradient(Test *t) {
+    for (int dtype = 1; dtype < DTYPE_COUNT; dtype++) {
+        Config *c = tiny_config();
+        config_set_dtype(c, (DType)dtype);
+        Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+        tiny_trainer(trainer, c);
+        StepStats s = train_step(trainer);
+        int64_t n;
+        float *before = trainer_weights(trainer, &n);
+        float infinite = INFINITY;
+        device_copy(trainer->zero.unit[1].grad_shard + 3, &infinite, 4, COPY_TO_DEVICE, trainer->stream);
+        OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, s.step_tokens, 1);
+        expect_true(t, o.skipped, "%s: an infinite gradient was applied", dtype_name((DType)dtype));
+        float *after = trainer_weights(trainer, &n);
+        expect_same_bytes(t, "weights", after, before, n * 4);
+        s = train_step(trainer);
+        expect_true(t, !s.skipped && isfinite(s.grad_norm), "training does not go on");
+        free(before);
+        free(after);
+        trainer_free(trainer);
+        free(trainer);
+        free(c);
+    }
+}
+
+// All gradients zero: no division by zero, weights move by decay alone.
+static void test_zero_gradients(Test *t) {
+    Config *c = tiny_config();
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, c);
+    int64_t n;
+    float *before = trainer_weights(trainer, &n);
+    OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, 1, 0);
+    expect_near(t, "norm", o.grad_norm, 0, 0);
+    expect_near(t, "clip factor", o.clip_factor, 1, 0);
+    float *after = trainer_weights(trainer, &n), *at = after, *old = before;
+    for (int i = 0; i < trainer->model.table.n_rows; i++) {
+        const ParamDesc *r = &trainer->model.table.row[i];
+        if (r->tied_to >= 0) continue;
+        float keep = r->decay ? (float)(1 - c->optimizer.lr * c->optimizer.weight_decay) : 1.0f;
+        for (int64_t k = 0; k < param_numel(r); k++) expect_near(t, r->name, at[k], old[k] * keep, 1e-6 * fabs(old[k]));
+        at += param_numel(r), old += param_numel(r);
+    }
+    free(before);
+    free(after);
+    trainer_free(trainer);
+    free(trainer);
+    free(c);
+}
+
+// The norm in the log is the one before clipping; norm * factor never passes the limit.
+static void test_clipping(Test *t) {
+    Config *c = tiny_config();
+    c->gradient_clipping = 0.1;
+    StepStats s[8];
+    int64_t n, clipped = 0;
+    free(run_updates(c, 8, s, &n));
+    for (int k = 0; k < 8; k++) {
+        expect_true(t, s[k].clip_factor > 0 && s[k].clip_factor <= 1 && s[k].grad_norm * s[k].clip_factor <= 0.1 * (1 + 1e-5), "norm %g times factor %g", s[k].grad_norm, s[k].clip_factor);
+        clipped += s[k].clip_factor < 1;
+    }
+    expect_true(t, clipped > 0, "nothing was clipped");
+    free(c);
+}
+
+// Padding of the vocabulary: rows beyond V stay zero, and the loss is that of the real ids (211 is prime).
+static void test_vocabulary_padding(Test *t) {
+    Config *c = tiny_config();
+    c->model.vocab_size = 251; // a prime above every byte of the text
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, c);
+    for (int k = 0; k < 4; k++) train_step(trainer);
+    const ParamDesc *wte = &trainer->model.table.row[0];
+    int64_t pad = wte->numel - param_numel(wte);
+    expect_true(t, pad > 0, "nothing is padded");
+    float *values = (float *)host_alloc((size_t)wte->numel * 4);
+    for (int kind = STATE_MASTER; kind <= STATE_GRAD; kind++) {
+        device_copy(values, zero_state_at(&trainer->zero, 0, (StateKind)kind), wte->numel * 4, COPY_TO_HOST, trainer->stream);
+        stream_sync(trainer->stream);
+        for (int64_t k = 0; k < pad; k++) expect_near(t, "padding", values[param_numel(wte) + k], 0, 0);
+    }
+    free(values);
+    trainer_free(trainer);
+    free(trainer);
+    free(c);
+}
+
+// An untied head trains a table of its own, with the same loss at the start when it holds the same values.
+static void test_untied_head(Test *t) {
+    StepStats tied[1], untied[3];
+    Config *c = tiny_config();
+    int64_t n_tied, n_untied;
+    free(run_updates(c, 1, tied, &n_tied));
+    c->model.tie_word_embeddings = false;
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, c);
+    int head = trainer->model.table.unit[3].first_row + 2;
+    expect_equal_text(t, "row", trainer->model.table.row[head].name, "lm_head.weight");
+    float *wte = (float *)host_alloc(256 * 32 * 4);
+    zero_tensor_read(&trainer->zero, 0, STATE_MASTER, wte);
+    zero_tensor_write(&trainer->zero, head, STATE_MASTER, wte);
+    for (int k = 0; k < 3; k++) untied[k] = train_step(trainer);
+    expect_near(t, "first loss", untied[0].loss, tied[0].loss, 1e-7);
+    expect_true(t, untied[2].loss < untied[0].loss, "loss %g does not fall from %g", untied[2].loss, untied[0].loss);
+    free(trainer_weights(trainer, &n_untied));
+    expect_equal_i64(t, "parameters of the head", n_untied - n_tied, 256 * 32);
+    free(wte);
+    trainer_free(trainer);
+    free(trainer);
+    free(c);
+}
+
+// Every optimizer lowers the loss on one repeated batch.
+static void test_optimizers_learn(Test *t) {
+    static const struct { OptimizerType type; double lr, momentum; } rows[] = {{OPTIMIZER_ADAMW, 3e-3, 0}, {OPTIMIZER_LION, 1e-3, 0}, {OPTIMIZER_SGD, 0.5, 0}, {OPTIMIZER_SGD, 0.1, 0.9}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        Config *c = tiny_config();
+        c->optimizer.type = rows[i].type;
+        c->optimizer.lr = rows[i].lr;
+        c->optimizer.momentum = rows[i].momentum;
+        Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+        tiny_trainer(trainer, c);
+        double first = 0, last = 0;
+        for (int k = 0; k < 40; k++) {
+            trainer->samples = 0; // the same four samples again
+            StepStats s = train_step(trainer);
+            if (k == 0) first = s.loss;
+            last = s.loss;
+        }
+        expect_true(t, last < 0.8 * first, "%s: loss goes from %g to %g", optimizer_rules[rows[i].type].name, first, last);
+        trainer_free(trainer);
+        free(trainer);
+        free(c);
+    }
+}
+
+// The embedding of equal seeds is equal whatever else changes: initial weights depend on names and indices only.
+static void test_initialisation_is_a_function(Test *t) {
+    Config *a = tiny_config(), *b = tiny_config();
+    b->model.n_layer = 4;
+    b->batch.train_micro_batch_size_per_gpu = 1, b->batch.gradient_accumulation_steps = 4;
+    Trainer *x = (Trainer *)host_alloc(sizeof(Trainer)), *y = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(x, a);
+    tiny_trainer(y, b);
+    float *p = (float *)host_alloc(256 * 32 * 4), *q = (float *)host_alloc(256 * 32 * 4);
+    zero_tensor_read(&x->zero, 0, STATE_MASTER, p);
+    zero_tensor_read(&y->zero, 0, STATE_MASTER, q);
+    expect_same_bytes(t, "wte.weight", p, q, 256 * 32 * 4);
+    free(p);
+    free(q);
+    trainer_free(x);
+    trainer_free(y);
+    free(x);
+    free(y);
+    free(a);
+    free(b);
+}
+
+static const TestRow trainer_tests[] = {
+    {"accumulation", test_accumulation}, {"repeats bit for bit", test_repeats}, {"evaluation leaves no trace", test_evaluation_leaves_no_trace},
+    {"overflow skips", test_overflow_skips}, {"not finite", test_not_finite}, {"infinite gradient", test_infinite_gradient}, {"zero gradients", test_zero_gradients},
+    {"clipping", test_clipping}, {"vocabulary padding", test_vocabulary_padding}, {"untied head", test_untied_head}, {"optimizers learn", test_optimizers_learn},
+    {"initialisation", test_initialisation_is_a_function}, {NULL, NULL},
+};
