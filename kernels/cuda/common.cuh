@@ -1,0 +1,131 @@
+// common.cuh - what the CUDA kernels share: error checks, the dtype switch, vector loads, reductions, scratch memory.
+//
+// Rules of this folder: every CUDA call is wrapped in cudaCheck, every launch is followed by launch_check; element
+// counts are 64-bit; no atomics, so that equal inputs give equal bits; a launcher has one dtype switch.
+#pragma once
+#include "../kernels.h"
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <float.h>
+
+#define cudaCheck(call) cuda_check((call), __FILE__, __LINE__)
+#define launch_check() cuda_check(cudaGetLastError(), __FILE__, __LINE__)
+
+static inline void cuda_check(cudaError_t error, const char *file, int line) {
+    if (error != cudaSuccess) die(EXIT_INTERNAL, "%s:%d: CUDA error %d, %s", file, line, (int)error, cudaGetErrorString(error));
+}
+
+// Runs the statements with floatX standing for the element type.
+#define FLOATX_SWITCH(dtype, ...)                                                                                      \
+    switch (dtype) {                                                                                                   \
+    case DTYPE_FP32: { using floatX = float; __VA_ARGS__; break; }                                                     \
+    case DTYPE_BF16: { using floatX = __nv_bfloat16; __VA_ARGS__; break; }                                             \
+    case DTYPE_FP16: { using floatX = __half; __VA_ARGS__; break; }                                                    \
+    default: CHECK(false, "dtype %d", (int)(dtype));                                                                   \
+    }
+
+// Runs the statements with W, the elements that a thread moves at once: `full` where the data is aligned for it, else 1.
+#define WIDTH_SWITCH(aligned, full, ...)                                                                               \
+    if (aligned) { constexpr int W = (full); __VA_ARGS__; }                                                            \
+    else { constexpr int W = 1; __VA_ARGS__; }
+
+// Elements of T in the widest load, 16 bytes.
+template <typename T> constexpr int vec_width() { return 16 / (int)sizeof(T); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Host side
+
+// Scratch memory of one stream: at least `bytes`, 256-byte aligned, contents undefined. The next launcher on the same
+// stream gets the same memory, so a launcher may use it only for what its own kernels pass to each other. It grows
+// when a larger piece is asked for (then the host waits for the stream), and is never given back.
+void *scratch_get(int64_t bytes, Stream stream);
+
+// out[c] (+)= sum over p < n_partials of partial[p * stride + c], c < columns, in a fixed order.
+void columns_reduce(float *out, const float *partial, int n_partials, int64_t stride, int64_t columns, bool accumulate, cudaStream_t stream);
+
+// Sorts n pairs by the low key_bits of non-negative keys; equal keys keep their order. Without `temporary` it only stores
+// the bytes that a sort of n needs there.
+cudaError_t sort_pairs(void *temporary, size_t *temporary_bytes, const int32_t *keys, int32_t *keys_sorted, const int32_t *values, int32_t *values_sorted, int n, int key_bits, cudaStream_t stream);
+
+static inline bool is_aligned(const void *p, int64_t bytes) { return (uintptr_t)p % (uintptr_t)bytes == 0; }
+static inline bool same_shape(Tensor a, Tensor b) { return tensor_rows(a) == tensor_rows(b) && tensor_columns(a) == tensor_columns(b); }
+
+// Number of blocks of a one-dimensional grid.
+static inline unsigned grid_blocks(int64_t blocks) {
+    CHECK(blocks >= 0 && blocks <= INT32_MAX, "%" PRId64 " blocks", blocks);
+    return (unsigned)blocks;
+}
+
+// Attributes of the current device, read once.
+static inline int sm_count(void) {
+    static int count = 0;
+    if (count == 0) {
+        int device;
+        cudaCheck(cudaGetDevice(&device));
+        cudaCheck(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    }
+    return count;
+}
+static inline int64_t shared_bytes_max(void) {
+    static int bytes = 0;
+    if (bytes == 0) {
+        int device;
+        cudaCheck(cudaGetDevice(&device));
+        cudaCheck(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    }
+    return bytes;
+}
+
+// Lets a kernel have `bytes` of dynamic shared memory; above 48 KB that must be asked for.
+template <typename Kernel> static inline void shared_bytes_allow(Kernel kernel, int64_t bytes) {
+    CHECK(bytes <= shared_bytes_max(), "%" PRId64 " bytes of shared memory, of %" PRId64, bytes, shared_bytes_max());
+    if (bytes > 48 * 1024) cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Device side: conversions, vectors
+
+__device__ static inline float to_float(float x) { return x; }
+__device__ static inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ static inline float to_float(__half x) { return __half2float(x); }
+
+template <typename T> __device__ static inline T from_float(float x);
+template <> __device__ inline float from_float<float>(float x) { return x; }
+template <> __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <> __device__ inline __half from_float<__half>(float x) { return __float2half_rn(x); }
+
+// W neighbouring elements, moved by one instruction.
+template <typename T, int W> struct alignas(sizeof(T) * W) Vec {
+    T v[W];
+    __device__ float at(int i) const { return to_float(v[i]); }
+    __device__ void set(int i, float x) { v[i] = from_float<T>(x); }
+};
+
+template <int BYTES> struct Word;
+template <> struct Word<2> { using type = unsigned short; };
+template <> struct Word<4> { using type = unsigned int; };
+template <> struct Word<8> { using type = uint2; };
+template <> struct Word<16> { using type = uint4; };
+
+template <int W, typename T> __device__ static inline Vec<T, W> vec_load(const T *p) {
+    using word = typename Word<(int)sizeof(T) * W>::type;
+    word bits = *reinterpret_cast<const word *>(p);
+    Vec<T, W> r;
+    memcpy(&r, &bits, sizeof r);
+    return r;
+}
+template <int W, typename T> __device__ static inline void vec_store(T *p, Vec<T, W> x) {
+    using word = typename Word<(int)sizeof(T) * W>::type;
+    word bits;
+    memcpy(&bits, &x, sizeof x);
+    *reinterpret_cast<word *>(p) = bits;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Device side: reductions, each in a fixed order
+
+__device__ static inline float warp_sum(float x) {
+    for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}

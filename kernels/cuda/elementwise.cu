@@ -1,0 +1,115 @@
+// elementwise.cu - kernels that see one element at a time: GELU, conversions, fill.
+#include "common.cuh"
+
+enum { ELEMENT_THREADS = 256 };
+
+// First element of this thread when each thread handles W, and the last block may be partly idle.
+template <int W> __device__ static inline int64_t element_index() { return ((int64_t)blockIdx.x * ELEMENT_THREADS + threadIdx.x) * W; }
+static inline unsigned element_blocks(int64_t n, int W) { return grid_blocks(ceil_div(n, (int64_t)ELEMENT_THREADS * W)); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// GELU, tanh form: y = 0.5 x (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3)
+
+#define GELU_SCALE 0.7978845608028654f
+#define GELU_CUBE 0.044715f
+
+template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) gelu_forward_kernel(T *out, const T *inp, int64_t n) {
+    int64_t at = element_index<W>();
+    if (at >= n) return;
+    Vec<T, W> x = vec_load<W>(inp + at), y;
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+        float v = x.at(i);
+        y.set(i, 0.5f * v * (1.0f + tanhf(GELU_SCALE * (v + GELU_CUBE * v * v * v))));
+    }
+    vec_store<W>(out + at, y);
+}
+
+// dy/dx = 0.5 (1 + tanh u) + 0.5 x (1 - tanh^2 u) sqrt(2/pi) (1 + 3 * 0.044715 x^2)
+template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) gelu_backward_kernel(T *dx, const T *dout, const T *inp, int64_t n) {
+    int64_t at = element_index<W>();
+    if (at >= n) return;
+    Vec<T, W> x = vec_load<W>(inp + at), dy = vec_load<W>(dout + at), d;
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+        float v = x.at(i);
+        float t = tanhf(GELU_SCALE * (v + GELU_CUBE * v * v * v));
+        float slope = 0.5f * (1.0f + t) + 0.5f * v * (1.0f - t * t) * GELU_SCALE * (1.0f + 3.0f * GELU_CUBE * v * v);
+        d.set(i, dy.at(i) * slope);
+    }
+    vec_store<W>(dx + at, d);
+}
+
+void cuda::gelu_forward(Tensor out, Tensor x, Stream stream) {
+    int64_t n = tensor_numel(x);
+    CHECK(tensor_numel(out) == n && out.dtype == x.dtype, "%" PRId64 " elements of x, %" PRId64 " of out", n, tensor_numel(out));
+    if (n == 0) return;
+    FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(n % vec_width<floatX>() == 0 && is_aligned(x.data, 16) && is_aligned(out.data, 16), vec_width<floatX>(),
+        gelu_forward_kernel<floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, (cudaStream_t)stream>>>((floatX *)out.data, (const floatX *)x.data, n)));
+    launch_check();
+}
+
+void cuda::gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream stream) {
+    int64_t n = tensor_numel(x);
+    CHECK(tensor_numel(dx) == n && tensor_numel(dout) == n && dx.dtype == x.dtype && dout.dtype == x.dtype, "dx, dout and x differ");
+    if (n == 0) return;
+    FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(n % vec_width<floatX>() == 0 && is_aligned(x.data, 16) && is_aligned(dout.data, 16) && is_aligned(dx.data, 16), vec_width<floatX>(),
+        gelu_backward_kernel<floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, (cudaStream_t)stream>>>((floatX *)dx.data, (const floatX *)dout.data, (const floatX *)x.data, n)));
+    launch_check();
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Conversions and fill
+
+template <typename D, typename S, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) convert_kernel(D *dst, const S *src, int64_t n) {
+    int64_t at = element_index<W>();
+    if (at + W <= n) {
+        Vec<S, W> x = vec_load<W>(src + at);
+        Vec<D, W> y;
+#pragma unroll
+        for (int i = 0; i < W; i++) y.set(i, x.at(i));
+        vec_store<W>(dst + at, y);
+    } else
+        for (int64_t i = at; i < n; i++) dst[i] = from_float<D>(to_float(src[i]));
+}
+
+template <typename D, typename S> static void convert_launch(Tensor dst, Tensor src, Stream stream) {
+    int64_t n = tensor_numel(src);
+    WIDTH_SWITCH(is_aligned(dst.data, 16) && is_aligned(src.data, 16), 4,
+        convert_kernel<D, S, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, (cudaStream_t)stream>>>((D *)dst.data, (const S *)src.data, n));
+    launch_check();
+}
+
+void cuda::convert(Tensor dst, Tensor src, Stream stream) {
+    CHECK(tensor_numel(dst) == tensor_numel(src), "%" PRId64 " elements into %" PRId64, tensor_numel(src), tensor_numel(dst));
+    if (tensor_numel(src) == 0) return;
+    if (dst.dtype == src.dtype) { device_copy(dst.data, src.data, tensor_bytes(src), COPY_ON_DEVICE, stream); return; }
+    switch (dst.dtype * DTYPE_COUNT + src.dtype) {
+    case DTYPE_FP32 * DTYPE_COUNT + DTYPE_BF16: convert_launch<float, __nv_bfloat16>(dst, src, stream); break;
+    case DTYPE_FP32 * DTYPE_COUNT + DTYPE_FP16: convert_launch<float, __half>(dst, src, stream); break;
+    case DTYPE_BF16 * DTYPE_COUNT + DTYPE_FP32: convert_launch<__nv_bfloat16, float>(dst, src, stream); break;
+    case DTYPE_BF16 * DTYPE_COUNT + DTYPE_FP16: convert_launch<__nv_bfloat16, __half>(dst, src, stream); break;
+    case DTYPE_FP16 * DTYPE_COUNT + DTYPE_FP32: convert_launch<__half, float>(dst, src, stream); break;
+    case DTYPE_FP16 * DTYPE_COUNT + DTYPE_BF16: convert_launch<__half, __nv_bfloat16>(dst, src, stream); break;
+    default: CHECK(false, "dtypes %d and %d", (int)dst.dtype, (int)src.dtype);
+    }
+}
+
+template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) fill_kernel(T *out, float value, int64_t n) {
+    int64_t at = element_index<W>();
+    if (at + W <= n) {
+        Vec<T, W> y;
+#pragma unroll
+        for (int i = 0; i < W; i++) y.set(i, value);
+        vec_store<W>(out + at, y);
+    } else
+        for (int64_t i = at; i < n; i++) out[i] = from_float<T>(value);
+}
+
+void cuda::fill(Tensor t, float value, Stream stream) {
+    int64_t n = tensor_numel(t);
+    if (n == 0) return;
+    FLOATX_SWITCH(t.dtype, WIDTH_SWITCH(is_aligned(t.data, 16), vec_width<floatX>(),
+        fill_kernel<floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, (cudaStream_t)stream>>>((floatX *)t.data, value, n)));
+    launch_check();
+}

@@ -1,0 +1,273 @@
+// matmul.cu - matrix products through cuBLASLt, with bias, GELU and residual in the epilogue where it offers them.
+//
+// cuBLASLt thinks in columns: a row-major matrix (rows, columns) is its column-major matrix (columns, rows) with leading
+// dimension `columns`. So every product here is written as the transpose of what kernel_list.h says:
+//
+//     out  (N,OC) = inp (N,C) w^T       out^T  (OC,N) = w    (stored C,OC: transposed)  inp^T  (C,N)
+//     dinp (N,C)  = dout (N,OC) w       dinp^T (C,N)  = w^T  (stored C,OC)              dout^T (OC,N)
+//     dw   (OC,C) = dout^T inp          dw^T   (C,OC) = inp^T (stored C,N)              dout   (stored OC,N: transposed)
+//
+// The choice of algorithm is asked for once a kind of product (a Plan) and kept. It is a heuristic, not a timing, so
+// that equal runs give equal bits. Products are accumulated in fp32; fp32 ones are true fp32, without TF32. Where
+// cuBLASLt has no algorithm (odd sizes, odd addresses) a plain kernel does the work.
+#include "common.cuh"
+#include <cublasLt.h>
+
+#define cublasCheck(call) cublas_check((call), __FILE__, __LINE__)
+
+static void cublas_check(cublasStatus_t status, const char *file, int line) {
+    if (status != CUBLAS_STATUS_SUCCESS) die(EXIT_INTERNAL, "%s:%d: cuBLASLt status %d, %s", file, line, (int)status, cublasLtGetStatusString(status));
+}
+
+static const int64_t WORKSPACE_BYTES = 32 << 20; // what NVIDIA recommends for Hopper
+
+// ---------------------------------------------------------------------------------------------------------------
+// Plans
+
+typedef struct {
+    int64_t m, n, k;             // D is (m, n), column-major
+    int trans_a, trans_b;
+    int type_in, type_out;       // DType of A and B, of C and D
+    int epilogue;                // cublasLtEpilogue_t
+    int has_c;                   // C is read (beta = 1)
+    int align_a, align_b, align_c, align_d, align_bias, align_aux; // bytes, a power of two up to 256
+    int unused;                  // so that there is no padding: keys are compared as bytes
+} PlanKey;
+
+typedef struct {
+    PlanKey key;
+    bool usable;                 // false: cuBLASLt has nothing for this
+    cublasLtMatmulDesc_t op;
+    cublasLtMatrixLayout_t a, b, d; // C is laid out as D
+    cublasLtMatmulAlgo_t algo;
+} Plan;
+
+static cublasLtHandle_t handle;
+static Plan *plans;
+static int n_plans, plans_room;
+
+static int address_alignment(const void *p) {
+    uintptr_t lowest = (uintptr_t)p & (~(uintptr_t)p + 1);
+    return lowest == 0 || lowest > 256 ? 256 : (int)lowest;
+}
+
+static cudaDataType_t cuda_type(int dtype) { return dtype == DTYPE_FP32 ? CUDA_R_32F : dtype == DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F; }
+
+static void op_set(cublasLtMatmulDesc_t op, cublasLtMatmulDescAttributes_t what, const void *value, size_t bytes) {
+    cublasCheck(cublasLtMatmulDescSetAttribute(op, what, value, bytes));
+}
+
+// The addresses that an epilogue works on; aux is (m, n) with leading dimension m.
+static void plan_set_pointers(const Plan *p, const void *bias, const void *aux) {
+    if (bias) op_set(p->op, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias);
+    if (aux) op_set(p->op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux, sizeof aux);
+}
+
+static void plan_make(Plan *p, const PlanKey *key, const void *bias, const void *aux) {
+    memset(p, 0, sizeof *p);
+    p->key = *key;
+    cudaDataType_t in = cuda_type(key->type_in), out = cuda_type(key->type_out);
+    cublasCheck(cublasLtMatmulDescCreate(&p->op, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    cublasOperation_t op_a = key->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N, op_b = key->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasLtEpilogue_t epilogue = (cublasLtEpilogue_t)key->epilogue;
+    op_set(p->op, CUBLASLT_MATMUL_DESC_TRANSA, &op_a, sizeof op_a);
+    op_set(p->op, CUBLASLT_MATMUL_DESC_TRANSB, &op_b, sizeof op_b);
+    op_set(p->op, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue);
+    if (bias) op_set(p->op, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &out, sizeof out);
+    if (aux) op_set(p->op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &key->m, sizeof key->m);
+    plan_set_pointers(p, bias, aux);
+
+    uint64_t rows_a = (uint64_t)(key->trans_a ? key->k : key->m), columns_a = (uint64_t)(key->trans_a ? key->m : key->k);
+    uint64_t rows_b = (uint64_t)(key->trans_b ? key->n : key->k), columns_b = (uint64_t)(key->trans_b ? key->k : key->n);
+    cublasCheck(cublasLtMatrixLayoutCreate(&p->a, in, rows_a, columns_a, (int64_t)rows_a));
+    cublasCheck(cublasLtMatrixLayoutCreate(&p->b, in, rows_b, columns_b, (int64_t)rows_b));
+    cublasCheck(cublasLtMatrixLayoutCreate(&p->d, out, (uint64_t)key->m, (uint64_t)key->n, key->m));
+
+    cublasLtMatmulPreference_t preference;
+    size_t workspace = (size_t)WORKSPACE_BYTES;
+    // A split of k is added up in fp32: never rounded to 16 bits on the way, never in the order of arrival.
+    uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    uint32_t align_a = (uint32_t)key->align_a, align_b = (uint32_t)key->align_b, align_c = (uint32_t)key->align_c, align_d = (uint32_t)key->align_d;
+    cublasCheck(cublasLtMatmulPreferenceCreate(&preference));
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace));
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &reduction, sizeof reduction));
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &align_a, sizeof align_a));
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align_b, sizeof align_b));
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align_c, sizeof align_c));
+    cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align_d, sizeof align_d));
+    enum { ASKED = 4 };
+    cublasLtMatmulHeuristicResult_t found[ASKED];
+    int n_found = 0;
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, p->op, p->a, p->b, p->d, p->d, preference, ASKED, found, &n_found);
+    cublasCheck(cublasLtMatmulPreferenceDestroy(preference));
+    if (status != CUBLAS_STATUS_SUCCESS && status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE) cublasCheck(status);
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < n_found && !p->usable; i++)
+        if (found[i].state == CUBLAS_STATUS_SUCCESS && found[i].workspaceSize <= workspace) {
+            p->usable = true;
+            p->algo = found[i].algo;
+        }
+}
+
+static Plan *plan_get(const PlanKey *key, const void *bias, const void *aux) {
+    for (int i = 0; i < n_plans; i++) if (memcmp(&plans[i].key, key, sizeof *key) == 0) return &plans[i];
+    if (!handle) cublasCheck(cublasLtCreate(&handle));
+    if (n_plans == plans_room) {
+        int room = plans_room ? 2 * plans_room : 64;
+        Plan *larger = (Plan *)host_alloc(sizeof(Plan) * (size_t)room);
+        if (n_plans) memcpy(larger, plans, sizeof(Plan) * (size_t)n_plans);
+        free(plans);
+        plans = larger;
+        plans_room = room;
+    }
+    plan_make(&plans[n_plans], key, bias, aux);
+    return &plans[n_plans++];
+}
+
+// One product, column-major and dense: d = epilogue(op(a) op(b) + c). c may be d, or null for none; bias has the type of
+// d; false, and nothing done, where cuBLASLt cannot.
+typedef struct {
+    void *d;
+    const void *a, *b, *c, *bias;
+    void *aux;
+    int64_t m, n, k;
+    bool trans_a, trans_b;
+    DType type_in, type_out;
+    cublasLtEpilogue_t epilogue;
+} Product;
+
+static bool product_by_library(const Product *p, Stream stream) {
+    // Its fused epilogues want vectors: of the bias, and of each column of aux.
+    if (p->bias && !is_aligned(p->bias, 16)) return false;
+    if (p->aux && (!is_aligned(p->aux, 16) || p->m % 8 != 0)) return false;
+    PlanKey key;
+    memset(&key, 0, sizeof key);
+    key.m = p->m; key.n = p->n; key.k = p->k;
+    key.trans_a = p->trans_a; key.trans_b = p->trans_b;
+    key.type_in = p->type_in; key.type_out = p->type_out;
+    key.epilogue = (int)p->epilogue;
+    key.has_c = p->c != NULL;
+    key.align_a = address_alignment(p->a); key.align_b = address_alignment(p->b);
+    key.align_d = address_alignment(p->d); key.align_c = p->c ? address_alignment(p->c) : key.align_d;
+    key.align_bias = address_alignment(p->bias); key.align_aux = address_alignment(p->aux);
+    Plan *plan = plan_get(&key, p->bias, p->aux);
+    if (!plan->usable) return false;
+    plan_set_pointers(plan, p->bias, p->aux);
+    float alpha = 1.0f, beta = p->c ? 1.0f : 0.0f;
+    void *workspace = scratch_get(WORKSPACE_BYTES, stream);
+    cublasStatus_t status = cublasLtMatmul(handle, plan->op, &alpha, p->a, plan->a, p->b, plan->b, &beta, p->c ? p->c : p->d, plan->d, p->d, plan->d, &plan->algo, workspace, (size_t)WORKSPACE_BYTES, (cudaStream_t)stream);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) { // the heuristic promised too much
+        plan->usable = false;
+        return false;
+    }
+    cublasCheck(status);
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The plain kernel: any size, any address, any of the three forms
+
+enum { PLAIN_TILE = 16 };
+
+// d[i,j] = sum_k a(i,k) b(j,k) + bias[j] + c[i,j], row-major (rows, columns); a and b by strides. c may be d.
+template <typename T, typename D>
+__global__ void __launch_bounds__(PLAIN_TILE * PLAIN_TILE) plain_matmul_kernel(D *d, const T *a, int64_t a_row, int64_t a_k, const T *b, int64_t b_row, int64_t b_k, const T *bias, const D *c, int64_t rows, int64_t columns, int64_t K) {
+    __shared__ float tile_a[PLAIN_TILE][PLAIN_TILE + 1], tile_b[PLAIN_TILE][PLAIN_TILE + 1];
+    int x = threadIdx.x % PLAIN_TILE, y = threadIdx.x / PLAIN_TILE;
+    int64_t column_tiles = (columns + PLAIN_TILE - 1) / PLAIN_TILE;
+    int64_t i0 = blockIdx.x / column_tiles * PLAIN_TILE, j0 = blockIdx.x % column_tiles * PLAIN_TILE;
+    float sum = 0;
+    for (int64_t k0 = 0; k0 < K; k0 += PLAIN_TILE) {
+        tile_a[y][x] = i0 + y < rows && k0 + x < K ? to_float(a[(i0 + y) * a_row + (k0 + x) * a_k]) : 0.0f;
+        tile_b[y][x] = j0 + y < columns && k0 + x < K ? to_float(b[(j0 + y) * b_row + (k0 + x) * b_k]) : 0.0f;
+        __syncthreads(); // the tiles are full
+        for (int k = 0; k < PLAIN_TILE; k++) sum += tile_a[y][k] * tile_b[x][k];
+        __syncthreads(); // all have read them
+    }
+    int64_t i = i0 + y, j = j0 + x;
+    if (i >= rows || j >= columns) return;
+    if (bias) sum += to_float(bias[j]);
+    if (c) sum += to_float(c[i * columns + j]);
+    d[i * columns + j] = from_float<D>(sum);
+}
+
+// The same product as product_by_library, without its GELU epilogues. The transpose of a column-major (m, n) is a
+// row-major (n, m): rows run over op(b), columns over op(a).
+static void product_by_plain_kernel(const Product *p, Stream stream) {
+    int64_t rows = p->n, columns = p->m;
+    unsigned blocks = grid_blocks(ceil_div(rows, PLAIN_TILE) * ceil_div(columns, PLAIN_TILE));
+    int64_t row_stride = p->trans_b ? 1 : p->k, row_k = p->trans_b ? p->n : 1;       // op(b)(k, row)
+    int64_t column_stride = p->trans_a ? p->k : 1, column_k = p->trans_a ? 1 : p->m; // op(a)(column, k)
+    cudaStream_t s = (cudaStream_t)stream;
+    FLOATX_SWITCH(p->type_in, {
+        const floatX *a = (const floatX *)p->a, *b = (const floatX *)p->b, *bias = (const floatX *)p->bias;
+        if (p->type_out == p->type_in)
+            plain_matmul_kernel<floatX, floatX><<<blocks, PLAIN_TILE * PLAIN_TILE, 0, s>>>((floatX *)p->d, b, row_stride, row_k, a, column_stride, column_k, bias, (const floatX *)p->c, rows, columns, p->k);
+        else
+            plain_matmul_kernel<floatX, float><<<blocks, PLAIN_TILE * PLAIN_TILE, 0, s>>>((float *)p->d, b, row_stride, row_k, a, column_stride, column_k, bias, (const float *)p->c, rows, columns, p->k);
+    });
+    launch_check();
+}
+
+static void product(const Product *p, Stream stream) {
+    if (p->m == 0 || p->n == 0) return;
+    if (!product_by_library(p, stream)) product_by_plain_kernel(p, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The linear layer
+
+void cuda::linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residual, Tensor pre_gelu, Stream stream) {
+    int64_t N = tensor_rows(inp), C = tensor_columns(inp), OC = tensor_columns(out);
+    CHECK(tensor_rows(out) == N && tensor_rows(w) == OC && tensor_columns(w) == C && out.dtype == inp.dtype && w.dtype == inp.dtype, "out (%" PRId64 ",%" PRId64 "), inp (%" PRId64 ",%" PRId64 "), w (%" PRId64 ",%" PRId64 ")", tensor_rows(out), OC, N, C, tensor_rows(w), tensor_columns(w));
+    CHECK(!bias.data || (tensor_numel(bias) == OC && bias.dtype == inp.dtype), "bias has %" PRId64 " elements, out %" PRId64 " columns", tensor_numel(bias), OC);
+    CHECK(!residual.data || (same_shape(residual, out) && residual.dtype == out.dtype), "residual and out differ");
+    CHECK(!pre_gelu.data || (same_shape(pre_gelu, out) && pre_gelu.dtype == out.dtype && !residual.data), "pre_gelu and out differ, or a residual is given too");
+    Product p = {};
+    p.d = out.data; p.a = w.data; p.b = inp.data; p.c = residual.data; p.bias = bias.data;
+    p.m = OC; p.n = N; p.k = C;
+    p.trans_a = true;
+    p.type_in = inp.dtype; p.type_out = out.dtype;
+    p.epilogue = bias.data ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    if (!pre_gelu.data) { product(&p, stream); return; }
+    if (inp.dtype != DTYPE_FP32) {
+        Product fused = p;
+        fused.aux = pre_gelu.data;
+        fused.epilogue = bias.data ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+        if (product_by_library(&fused, stream)) return;
+    }
+    p.d = pre_gelu.data;
+    product(&p, stream);
+    gelu_forward(out, pre_gelu, stream);
+}
+
+void cuda::linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, Stream stream) {
+    int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(dinp);
+    CHECK(tensor_rows(dinp) == N && tensor_rows(w) == OC && tensor_columns(w) == C && dinp.dtype == dout.dtype && w.dtype == dout.dtype, "dinp (%" PRId64 ",%" PRId64 "), dout (%" PRId64 ",%" PRId64 "), w (%" PRId64 ",%" PRId64 ")", tensor_rows(dinp), C, N, OC, tensor_rows(w), tensor_columns(w));
+    CHECK(!pre_gelu.data || (same_shape(pre_gelu, dinp) && pre_gelu.dtype == dinp.dtype), "pre_gelu and dinp differ");
+    Product p = {};
+    p.d = dinp.data; p.a = w.data; p.b = dout.data;
+    p.m = C; p.n = N; p.k = OC;
+    p.type_in = dout.dtype; p.type_out = dinp.dtype;
+    p.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    if (pre_gelu.data && dout.dtype != DTYPE_FP32) {
+        Product fused = p;
+        fused.aux = pre_gelu.data;
+        fused.epilogue = CUBLASLT_EPILOGUE_DGELU;
+        if (product_by_library(&fused, stream)) return;
+    }
+    product(&p, stream);
+    if (pre_gelu.data) gelu_backward(dinp, dinp, pre_gelu, stream);
+}
+
+void cuda::linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream) {
+    int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(inp);
+    CHECK(tensor_rows(inp) == N && tensor_rows(dw) == OC && tensor_columns(dw) == C && inp.dtype == dout.dtype && dw.dtype == DTYPE_FP32, "dw (%" PRId64 ",%" PRId64 "), dout (%" PRId64 ",%" PRId64 "), inp (%" PRId64 ",%" PRId64 ")", tensor_rows(dw), tensor_columns(dw), N, OC, tensor_rows(inp), C);
+    Product p = {};
+    p.d = dw.data; p.a = inp.data; p.b = dout.data; p.c = accumulate ? dw.data : NULL;
+    p.m = C; p.n = OC; p.k = N;
+    p.trans_b = true;
+    p.type_in = dout.dtype; p.type_out = DTYPE_FP32;
+    p.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+    product(&p, stream);
+    if (dbias.data) bias_backward(dbias, dout, accumulate, stream);
+}

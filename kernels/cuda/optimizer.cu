@@ -1,0 +1,116 @@
+// optimizer.cu - AdamW, Lion and SGD over flat arrays: one read and one write of each state.
+//
+// param and master may be the same memory (fp32 training), so neither is marked as unaliased; each thread writes the
+// same value to both.
+#include "common.cuh"
+
+enum { UPDATE_THREADS = 256 };
+
+// A step of each rule on one element; `w` is the fp32 master.
+struct AdamWRule {
+    AdamWArgs a;
+    float *m, *v;
+    template <int W> struct State { Vec<float, W> m, v; };
+    template <int W> __device__ State<W> load(int64_t at) const { return {vec_load<W>(m + at), vec_load<W>(v + at)}; }
+    template <int W> __device__ void store(int64_t at, State<W> s) const { vec_store<W>(m + at, s.m); vec_store<W>(v + at, s.v); }
+    template <int W> __device__ float step(State<W> &s, int i, float w, float g) const {
+        if (a.decoupled_decay) w -= a.lr * a.weight_decay * w;
+        else g += a.weight_decay * w;
+        float mi = a.beta1 * s.m.v[i] + (1.0f - a.beta1) * g;
+        float vi = a.beta2 * s.v.v[i] + (1.0f - a.beta2) * g * g;
+        s.m.v[i] = mi;
+        s.v.v[i] = vi;
+        return w - a.lr * (mi / a.bias_correction1) / (sqrtf(vi / a.bias_correction2) + a.eps);
+    }
+};
+
+struct LionRule {
+    LionArgs a;
+    float *m;
+    template <int W> struct State { Vec<float, W> m; };
+    template <int W> __device__ State<W> load(int64_t at) const { return {vec_load<W>(m + at)}; }
+    template <int W> __device__ void store(int64_t at, State<W> s) const { vec_store<W>(m + at, s.m); }
+    template <int W> __device__ float step(State<W> &s, int i, float w, float g) const {
+        float c = a.beta1 * s.m.v[i] + (1.0f - a.beta1) * g;
+        w -= a.lr * a.weight_decay * w;
+        w -= a.lr * (c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : c); // sign(NaN) is NaN
+        s.m.v[i] = a.beta2 * s.m.v[i] + (1.0f - a.beta2) * g;
+        return w;
+    }
+};
+
+struct SgdRule {
+    SgdArgs a;
+    float *m; // null when momentum is 0
+    template <int W> struct State { Vec<float, W> m; };
+    template <int W> __device__ State<W> load(int64_t at) const {
+        State<W> s;
+        if (m && !a.first_update) s.m = vec_load<W>(m + at);
+        else for (int i = 0; i < W; i++) s.m.v[i] = 0;
+        return s;
+    }
+    template <int W> __device__ void store(int64_t at, State<W> s) const { if (m) vec_store<W>(m + at, s.m); }
+    template <int W> __device__ float step(State<W> &s, int i, float w, float g) const {
+        g += a.weight_decay * w;
+        if (m) {
+            float mi = a.first_update ? g : a.momentum * s.m.v[i] + (1.0f - a.dampening) * g;
+            s.m.v[i] = mi;
+            g = a.nesterov ? g + a.momentum * mi : mi;
+        }
+        return w - a.lr * g;
+    }
+};
+
+template <typename T, int W, typename Rule> __device__ static inline void update_elements(T *param, float *master, const float *grad, int64_t at, const Rule &rule) {
+    Vec<float, W> w = vec_load<W>(master + at), g = vec_load<W>(grad + at);
+    typename Rule::template State<W> state = rule.template load<W>(at);
+    Vec<T, W> p;
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+        w.v[i] = rule.template step<W>(state, i, w.v[i], g.v[i] * rule.a.grad_scale);
+        p.set(i, w.v[i]);
+    }
+    rule.template store<W>(at, state);
+    vec_store<W>(master + at, w);
+    vec_store<W>(param + at, p);
+}
+
+template <typename T, int W, typename Rule> __global__ void __launch_bounds__(UPDATE_THREADS) update_kernel(T *param, float *master, const float *grad, int64_t n, Rule rule) {
+    int64_t at = ((int64_t)blockIdx.x * UPDATE_THREADS + threadIdx.x) * W;
+    if (at + W <= n) update_elements<T, W>(param, master, grad, at, rule);
+    else for (; at < n; at++) update_elements<T, 1>(param, master, grad, at, rule);
+}
+
+template <typename Rule> static void update_launch(Tensor param, Tensor master, Tensor grad, bool aligned, Rule rule, Stream stream) {
+    int64_t n = tensor_numel(param);
+    CHECK(tensor_numel(master) == n && tensor_numel(grad) == n && master.dtype == DTYPE_FP32 && grad.dtype == DTYPE_FP32, "param has %" PRId64 " elements, master %" PRId64 ", grad %" PRId64, n, tensor_numel(master), tensor_numel(grad));
+    if (n == 0) return;
+    aligned = aligned && is_aligned(param.data, 16) && is_aligned(master.data, 16) && is_aligned(grad.data, 16);
+    FLOATX_SWITCH(param.dtype, WIDTH_SWITCH(aligned, 4,
+        update_kernel<floatX, W><<<grid_blocks(ceil_div(n, UPDATE_THREADS * W)), UPDATE_THREADS, 0, (cudaStream_t)stream>>>((floatX *)param.data, (float *)master.data, (const float *)grad.data, n, rule)));
+    launch_check();
+}
+
+static void check_state(Tensor state, Tensor param) {
+    CHECK(state.dtype == DTYPE_FP32 && tensor_numel(state) == tensor_numel(param), "a state has %" PRId64 " elements, param %" PRId64, tensor_numel(state), tensor_numel(param));
+}
+
+void cuda::adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, Stream stream) {
+    check_state(m, param);
+    check_state(v, param);
+    AdamWRule rule = {args, (float *)m.data, (float *)v.data};
+    update_launch(param, master, grad, is_aligned(m.data, 16) && is_aligned(v.data, 16), rule, stream);
+}
+
+void cuda::lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, Stream stream) {
+    check_state(m, param);
+    LionRule rule = {args, (float *)m.data};
+    update_launch(param, master, grad, is_aligned(m.data, 16), rule, stream);
+}
+
+void cuda::sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, Stream stream) {
+    bool has_momentum = args.momentum != 0.0f;
+    if (has_momentum) check_state(momentum_buffer, param);
+    SgdRule rule = {args, has_momentum ? (float *)momentum_buffer.data : NULL};
+    update_launch(param, master, grad, !has_momentum || is_aligned(momentum_buffer.data, 16), rule, stream);
+}

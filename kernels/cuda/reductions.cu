@@ -1,0 +1,125 @@
+// reductions.cu - sums over everything (in double) and over rows (for the gradients of biases and norms).
+//
+// Each sum has two steps of fixed shape: blocks write partial sums, one small kernel adds them in order. No atomics:
+// the result depends on the input alone.
+#include "common.cuh"
+
+// ---------------------------------------------------------------------------------------------------------------
+// Sums in double
+
+enum { SUM_THREADS = 256, SUM_BLOCKS = 1024 };
+
+template <bool SQUARE> __global__ void __launch_bounds__(SUM_THREADS) sum_partial_kernel(double *partial, const float *x, int64_t n) {
+    __shared__ double sums[SUM_THREADS];
+    double sum = 0;
+#pragma unroll 4
+    for (int64_t i = (int64_t)blockIdx.x * SUM_THREADS + threadIdx.x; i < n; i += (int64_t)gridDim.x * SUM_THREADS) {
+        double v = x[i];
+        sum += SQUARE ? v * v : v;
+    }
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    for (int half = SUM_THREADS / 2; half > 0; half >>= 1) {
+        if ((int)threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) partial[blockIdx.x] = sums[0];
+}
+
+__global__ void __launch_bounds__(SUM_BLOCKS) sum_final_kernel(double *out, const double *partial, int n_partials, bool accumulate) {
+    __shared__ double sums[SUM_BLOCKS];
+    sums[threadIdx.x] = (int)threadIdx.x < n_partials ? partial[threadIdx.x] : 0.0;
+    __syncthreads();
+    for (int half = SUM_BLOCKS / 2; half > 0; half >>= 1) {
+        if ((int)threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) *out = accumulate ? *out + sums[0] : sums[0];
+}
+
+template <bool SQUARE> static void sum_launch(double *out, Tensor x, bool accumulate, Stream stream) {
+    CHECK(x.dtype == DTYPE_FP32, "x is %s", dtype_name(x.dtype));
+    cudaStream_t s = (cudaStream_t)stream;
+    int64_t n = tensor_numel(x);
+    int blocks = (int)min_i64(SUM_BLOCKS, ceil_div(n, SUM_THREADS * 4)); // a function of n alone
+    double *partial = (double *)scratch_get(SUM_BLOCKS * (int64_t)sizeof(double), stream);
+    if (blocks > 0) {
+        sum_partial_kernel<SQUARE><<<blocks, SUM_THREADS, 0, s>>>(partial, (const float *)x.data, n);
+        launch_check();
+    }
+    sum_final_kernel<<<1, SUM_BLOCKS, 0, s>>>(out, partial, blocks, accumulate);
+    launch_check();
+}
+
+void cuda::sum_to_double(double *out, Tensor x, bool accumulate, Stream stream) { sum_launch<false>(out, x, accumulate, stream); }
+void cuda::sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream) { sum_launch<true>(out, x, accumulate, stream); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Sums over rows
+
+enum { REDUCE_GROUPS = 32 }; // warps of a block; warp g adds partials g, g + 32, ...
+
+__global__ void __launch_bounds__(32 * REDUCE_GROUPS) columns_reduce_kernel(float *out, const float *partial, int n_partials, int64_t stride, int64_t columns, bool accumulate) {
+    __shared__ float sums[REDUCE_GROUPS][32];
+    int lane = threadIdx.x % 32, group = threadIdx.x / 32;
+    int64_t c = (int64_t)blockIdx.x * 32 + lane;
+    float sum = 0;
+    if (c < columns)
+        for (int p = group; p < n_partials; p += REDUCE_GROUPS) sum += partial[p * stride + c];
+    sums[group][lane] = sum;
+    __syncthreads();
+    if (group == 0 && c < columns) {
+        float total = 0;
+        for (int g = 0; g < REDUCE_GROUPS; g++) total += sums[g][lane];
+        out[c] = accumulate ? out[c] + total : total;
+    }
+}
+
+void columns_reduce(float *out, const float *partial, int n_partials, int64_t stride, int64_t columns, bool accumulate, cudaStream_t stream) {
+    columns_reduce_kernel<<<grid_blocks(ceil_div(columns, 32)), 32 * REDUCE_GROUPS, 0, stream>>>(out, partial, n_partials, stride, columns, accumulate);
+    launch_check();
+}
+
+enum { BIAS_WARPS = 8 };
+
+// A warp covers 32 * W neighbouring columns; the warps of a block and the blocks of a column share the rows.
+template <typename T, int W> __global__ void __launch_bounds__(32 * BIAS_WARPS) bias_partial_kernel(float *partial, const T *dout, int64_t rows, int64_t columns, int64_t column_blocks) {
+    __shared__ float sums[BIAS_WARPS][32 * W];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int64_t row_block = blockIdx.x / column_blocks, row_blocks = gridDim.x / column_blocks;
+    int64_t c0 = (blockIdx.x % column_blocks) * 32 * W;
+    int64_t c = c0 + lane * W;
+    float sum[W];
+    for (int i = 0; i < W; i++) sum[i] = 0;
+    if (c < columns) {
+#pragma unroll 4
+        for (int64_t r = row_block * BIAS_WARPS + warp; r < rows; r += row_blocks * BIAS_WARPS) {
+            Vec<T, W> d = vec_load<W>(dout + r * columns + c);
+#pragma unroll
+            for (int i = 0; i < W; i++) sum[i] += d.at(i);
+        }
+    }
+    for (int i = 0; i < W; i++) sums[warp][i * 32 + lane] = sum[i];
+    __syncthreads();
+    for (int j = threadIdx.x; j < 32 * W; j += 32 * BIAS_WARPS) {
+        int64_t column = c0 + (j % 32) * W + j / 32; // where the store above put it
+        if (column >= columns) continue;
+        float total = 0;
+        for (int w = 0; w < BIAS_WARPS; w++) total += sums[w][j];
+        partial[row_block * columns + column] = total;
+    }
+}
+
+void cuda::bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream) {
+    int64_t rows = tensor_rows(dout), columns = tensor_columns(dout);
+    CHECK(dbias.dtype == DTYPE_FP32 && tensor_numel(dbias) == columns, "dbias has %" PRId64 " elements, dout %" PRId64 " columns", tensor_numel(dbias), columns);
+    cudaStream_t s = (cudaStream_t)stream;
+    FLOATX_SWITCH(dout.dtype, WIDTH_SWITCH(columns % vec_width<floatX>() == 0 && is_aligned(dout.data, 16), vec_width<floatX>(), {
+        int64_t column_blocks = ceil_div(columns, 32 * W);
+        int64_t row_blocks = max_i64(1, min_i64(ceil_div(rows, 4 * BIAS_WARPS), ceil_div(8 * sm_count(), column_blocks)));
+        float *partial = (float *)scratch_get(row_blocks * columns * (int64_t)sizeof(float), stream);
+        bias_partial_kernel<floatX, W><<<grid_blocks(row_blocks * column_blocks), 32 * BIAS_WARPS, 0, s>>>(partial, (const floatX *)dout.data, rows, columns, column_blocks);
+        launch_check();
+        columns_reduce((float *)dbias.data, partial, (int)row_blocks, columns, columns, accumulate, s);
+    }));
+}
