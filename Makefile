@@ -66,14 +66,14 @@ ifeq ($(BACKEND),cuda)
   CUDA_HOME ?= $(abspath $(dir $(realpath $(NVCC)))/..)
   # a toolkit that the distribution put below /usr is on the compiler's paths already, and must not come first there
   CUDA_HOST_FLAGS := -DUSE_CUDA $(if $(filter-out /usr,$(CUDA_HOME)),-isystem $(CUDA_HOME)/include)
-  CUDA_LINK_FLAGS := $(if $(filter-out /usr,$(CUDA_HOME)),-L$(CUDA_HOME)/lib64 -L$(CUDA_HOME)/lib64/stubs -Wl$(comma)-rpath$(comma)$(CUDA_HOME)/lib64)
-  CUDA_LIBS := -lcublasLt -lcudart -lcuda
+  CUDA_LINK_FLAGS := $(if $(filter-out /usr,$(CUDA_HOME)),-L$(CUDA_HOME)/lib64 -Wl$(comma)-rpath$(comma)$(CUDA_HOME)/lib64)
+  CUDA_LIBS := -lcublasLt -lcudart
   # machine code for each architecture named, and PTX of the first for GPUs that come later
   GENCODE := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a)$(comma)code=sm_$(a)) \
     -gencode arch=compute_$(firstword $(CUDA_ARCHS))$(comma)code=compute_$(firstword $(CUDA_ARCHS))
   space := $(subst ,, )
   COMPILE_CUDA = $(NVCC) -std=c++17 -O3 --threads 2 $(GENCODE) -DUSE_CUDA $(if $(WERROR),-Werror all-warnings) -lineinfo \
-    -Xcompiler $(subst $(space),$(comma),$(strip -Wall -Wextra -Wno-unused-function -Wno-missing-field-initializers $(HARDEN))) $(NVCCFLAGS)
+    -Xcompiler $(subst $(space),$(comma),$(strip -g -fno-exceptions -Wall -Wextra -Wno-unused-function -Wno-missing-field-initializers $(HARDEN))) $(NVCCFLAGS)
   OBJS += $(patsubst kernels/cuda/%.cu,$(BUILD)/kernels_cuda_%.o,$(sort $(wildcard kernels/cuda/*.cu)))
 endif
 
