@@ -6,19 +6,20 @@
 // tensor.rs); whatever breaks one is refused:
 //   1. N is at most 100,000,000 and at most what the file holds; nothing is allocated before that is known.
 //   2. The JSON is strict, valid UTF-8, begins with '{' and may be followed by blanks only. No key occurs twice, compared
-//      after unescaping; no name is empty or holds a zero byte.
+//      after unescaping; no name is empty; no text holds a zero byte or is longer than JSON_STRING_MAX.
 //   3. end - begin is the product of the shape times the width of the type. Empty and 0-dimensional tensors are legal.
 //   4. Sorted by begin, the tensors follow each other without hole or overlap and end with the file. The order of the
 //      names in the JSON means nothing.
 // Beyond the reference, every count is bounded (SAFETENSORS_*_MAX), and types whose elements are not whole bytes are
 // refused because rule 3 could not be checked.
 //
-// The grammar is so small a part of JSON (two levels, known keys, no numbers but counts) that it is read here in one pass,
-// in place and without recursion: a header of 100 MB costs its own size and 112 bytes a tensor, where a tree of JSON values
-// would cost a gigabyte. No sum or product is formed before it is known to fit.
+// The header is a small part of JSON (two levels, known keys, no numbers but counts), read here in one pass and without
+// recursion over the scanner of json.h: a header of 100 MB costs twice its size and 112 bytes a tensor, where a tree of
+// nodes could cost gigabytes. No sum or product is formed before it is known to fit.
 //
 // Messages in `why` say what is wrong, without the path of the file, and are safe to print.
 #pragma once
+#include "json.h"
 #include "tensor.h"
 #include <sys/random.h>
 
@@ -26,7 +27,6 @@ enum {
     SAFETENSORS_HEADER_MAX = 100000000, // bytes of JSON
     SAFETENSORS_TENSORS_MAX = 1000000,
     SAFETENSORS_METADATA_MAX = 10000,   // entries
-    SAFETENSORS_NAME_MAX = 65536,       // bytes of one name, unescaped
     SAFETENSORS_RANK_MAX = 8,
     SAFETENSORS_DATA_ALIGNMENT = 4096,  // files written here pad the JSON so that the data starts at a multiple of this
 };
@@ -47,7 +47,7 @@ static const struct {
 enum { SAFETENSORS_TYPES = sizeof safetensors_types / sizeof *safetensors_types };
 
 typedef struct {
-    const char *name;                    // unescaped, in SafeTensors.header
+    const char *name;                    // unescaped, in SafeTensors.pool
     int type;                            // index into safetensors_types
     int ndim;                            // 0 to SAFETENSORS_RANK_MAX
     int64_t shape[SAFETENSORS_RANK_MAX];
@@ -55,13 +55,13 @@ typedef struct {
 } SafeTensor;
 
 typedef struct {
-    const char *key, *value;             // unescaped; value may hold anything that a text may
+    const char *key, *value;             // unescaped, in the pool
 } SafeMetadata;
 
 typedef struct {
     int fd;                              // -1 = none
     int64_t file_bytes, data_begin;
-    char *header;                        // the JSON, taken apart in place; names point into it
+    char *pool;                          // the texts of the header
     int n_tensors, n_metadata;
     SafeTensor *tensor;                  // n_tensors, sorted by begin
     SafeTensor **by_name;                // n_tensors, sorted by name
@@ -74,6 +74,22 @@ PRINTF_LIKE(3, 4) static inline bool safetensors_fail(char *why, size_t room, co
     vsnprintf(why, room, format, args);
     va_end(args);
     return false;
+}
+
+// Opens a regular file `name` below the folder of descriptor `folder` (or AT_FDCWD) for reading and stores its size. The
+// last component may be a link only if follow_link says so: the user named it himself. Returns -1 with a reason otherwise.
+static inline int file_open_at(int folder, const char *name, bool follow_link, int64_t *size_bytes, char *why, size_t room) {
+    struct stat st;
+    int fd = openat(folder, name, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | (follow_link ? 0 : O_NOFOLLOW));
+    if (fd < 0) safetensors_fail(why, room, "%s", errno == ELOOP ? "is a symbolic link, which is not followed here; put the file itself there (cp -L copies what links point to)" : strerror(errno));
+    else if (fstat(fd, &st) != 0) safetensors_fail(why, room, "%s", strerror(errno));
+    else if (!S_ISREG(st.st_mode)) safetensors_fail(why, room, "is not a regular file");
+    else {
+        *size_bytes = st.st_size;
+        return fd;
+    }
+    if (fd >= 0) close(fd);
+    return -1;
 }
 
 static inline int64_t safetensors_numel(const SafeTensor *t) {
@@ -93,196 +109,144 @@ static inline const char *safetensors_shape_text(char *dst, size_t room, int ndi
 // ---------------------------------------------------------------------------------------------------------------
 // Reading the header
 
-typedef struct {
-    char *start, *at, *end; // the JSON; start[0] is its first byte
-    char *why;
-    size_t room;
-} SafeScan;
-
-static inline bool scan_fail(SafeScan *s, const char *expected) {
-    char found[16] = "its end";
-    if (s->at < s->end) text_escape(found, sizeof found, s->at, 1);
-    return safetensors_fail(s->why, s->room, "header, byte %td: expected %s, found %s", s->at - s->start + 8, expected, found);
-}
-
-static inline void scan_blanks(SafeScan *s) {
-    while (s->at < s->end && (*s->at == ' ' || *s->at == '\t' || *s->at == '\n' || *s->at == '\r')) s->at++;
+static inline bool safetensors_expected(JsonParser *p, const char *what) {
+    char here[32];
+    return json_fail(p, "expected %s, found %s", what, json_here(p, here));
 }
 
 // Skips blanks, then takes c if it is next.
-static inline bool scan_take(SafeScan *s, char c) {
-    scan_blanks(s);
-    if (s->at == s->end || *s->at != c) return false;
-    s->at++;
+static inline bool safetensors_take(JsonParser *p, char c) {
+    json_skip_blanks(p); // in strict mode there are no comments that could be left open
+    if (p->at == p->end || *p->at != c) return false;
+    p->at++;
     return true;
 }
 
-static inline int scan_hex4(const char *p, const char *end) { // -1 = not four hexadecimal digits
-    int x = 0;
-    if (end - p < 4) return -1;
-    for (int i = 0; i < 4; i++) {
-        char c = p[i];
-        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
-        if (digit < 0) return -1;
-        x = x * 16 + digit;
-    }
-    return x;
+// Reads a text into the pool, where *text points at it.
+static inline bool safetensors_text(JsonParser *p, const char **text) {
+    int32_t at = 0, length = 0;
+    json_skip_blanks(p);
+    if (p->at == p->end || *p->at != '"') return safetensors_expected(p, "'\"'");
+    if (!json_quoted(p, &at, &length)) return false;
+    *text = p->j->pool + at;
+    return strlen(*text) == (size_t)length || json_fail(p, "the text before this holds a zero byte");
 }
 
-// Length of the UTF-8 character at p, 0 when it is none: too long a form, a surrogate or above U+10FFFF (RFC 3629).
-static inline int utf8_length(const unsigned char *p, int64_t left) {
-    if (p[0] < 0x80) return 1;
-    int n = p[0] >= 0xc2 && p[0] <= 0xdf ? 2 : (p[0] & 0xf0) == 0xe0 ? 3 : p[0] >= 0xf0 && p[0] <= 0xf4 ? 4 : 0;
-    if (n == 0 || n > left) return 0;
-    for (int i = 1; i < n; i++) if ((p[i] & 0xc0) != 0x80) return 0;
-    if ((p[0] == 0xe0 && p[1] < 0xa0) || (p[0] == 0xed && p[1] > 0x9f)) return 0;
-    if ((p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f)) return 0;
-    return n;
-}
-
-// Reads the escape after a backslash at s->at - 1 and stores its character at *out. Never longer than its source.
-static inline bool scan_escape(SafeScan *s, char **out) {
-    static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
-    const char *found = s->at < s->end && *s->at ? strchr(from, *s->at) : NULL;
-    if (found) { *(*out)++ = to[found - from]; s->at++; return true; }
-    if (s->at == s->end || *s->at != 'u') return scan_fail(s, "a known escape");
-    int c = scan_hex4(s->at + 1, s->end);
-    if (c < 0) return scan_fail(s, "four hexadecimal digits after \\u");
-    s->at += 5;
-    if (c >= 0xd800 && c <= 0xdfff) { // UTF-16 pairs: a first half, then \u and a second one
-        int low = c < 0xdc00 && s->end - s->at >= 6 && s->at[0] == '\\' && s->at[1] == 'u' ? scan_hex4(s->at + 2, s->end) : -1;
-        if (low < 0xdc00 || low > 0xdfff) return scan_fail(s, "the other half of a \\u pair");
-        s->at += 6;
-        c = 0x10000 + ((c - 0xd800) << 10) + (low - 0xdc00);
-    }
-    if (c == 0) return scan_fail(s, "a text without zero bytes");
-    char *o = *out;
-    if (c < 0x80) *o++ = (char)c;
-    else {
-        if (c < 0x800) *o++ = (char)(0xc0 | (c >> 6));
-        else {
-            if (c < 0x10000) *o++ = (char)(0xe0 | (c >> 12));
-            else { *o++ = (char)(0xf0 | (c >> 18)); *o++ = (char)(0x80 | ((c >> 12) & 0x3f)); }
-            *o++ = (char)(0x80 | ((c >> 6) & 0x3f));
-        }
-        *o++ = (char)(0x80 | (c & 0x3f));
-    }
-    *out = o;
-    return true;
-}
-
-// Reads a text and unescapes it in place; *text points at it and it ends in a zero byte.
-static inline bool scan_text(SafeScan *s, char **text, int64_t *length) {
-    if (!scan_take(s, '"')) return scan_fail(s, "'\"'");
-    char *out = *text = s->at;
-    for (;;) {
-        if (s->at == s->end) return scan_fail(s, "'\"' at the end of a text");
-        unsigned char c = (unsigned char)*s->at;
-        if (c == '"') break;
-        if (c == '\\') {
-            s->at++;
-            if (!scan_escape(s, &out)) return false;
-            continue;
-        }
-        if (c < 0x20) return scan_fail(s, "a text without bare control characters");
-        int n = utf8_length((const unsigned char *)s->at, s->end - s->at);
-        if (n == 0) return scan_fail(s, "valid UTF-8");
-        for (int i = 0; i < n; i++) *out++ = *s->at++;
-    }
-    s->at++; // the closing quote, which may be the byte that becomes the zero
-    *out = 0;
-    *length = out - *text;
-    return true;
-}
-
-// Reads a count: digits, no sign, no leading zero, no fraction, below 2^63.
-static inline bool scan_count(SafeScan *s, int64_t *value) {
-    scan_blanks(s);
-    if (s->at == s->end || *s->at < '0' || *s->at > '9') return scan_fail(s, "a whole number of at least 0");
-    if (*s->at == '0' && s->end - s->at > 1 && s->at[1] >= '0' && s->at[1] <= '9') return scan_fail(s, "a number without leading zeros");
-    int64_t x = 0;
-    for (; s->at < s->end && *s->at >= '0' && *s->at <= '9'; s->at++)
-        if (__builtin_mul_overflow(x, (int64_t)10, &x) || __builtin_add_overflow(x, (int64_t)(*s->at - '0'), &x)) return scan_fail(s, "a number below 2^63");
-    if (s->at < s->end && (*s->at == '.' || *s->at == 'e' || *s->at == 'E')) return scan_fail(s, "a number without fraction or exponent");
-    *value = x;
-    return true;
+// Reads a count: digits without sign, leading zero, fraction or exponent, below 2^63.
+static inline bool safetensors_count(JsonParser *p, int64_t *value) {
+    json_skip_blanks(p);
+    const char *s = p->at;
+    *value = 0;
+    for (; p->at < p->end && json_is_digit(*p->at); p->at++)
+        if (__builtin_mul_overflow(*value, (int64_t)10, value) || __builtin_add_overflow(*value, (int64_t)(*p->at - '0'), value)) return json_fail(p, "a number of 2^63 or more");
+    if (p->at == s || !json_ends_word(p, p->at)) return safetensors_expected(p, "a whole number of at least 0");
+    return p->at - s == 1 || *s != '0' || json_fail(p, "a number with a leading zero");
 }
 
 // Reads [a, b, ...]: at most `most` counts.
-static inline bool scan_counts(SafeScan *s, int64_t *value, int most, int *n) {
+static inline bool safetensors_counts(JsonParser *p, int64_t *value, int most, int *n) {
     *n = 0;
-    if (!scan_take(s, '[')) return scan_fail(s, "'['");
-    if (scan_take(s, ']')) return true;
+    if (!safetensors_take(p, '[')) return safetensors_expected(p, "'['");
+    if (safetensors_take(p, ']')) return true;
     do {
-        if (*n == most) return scan_fail(s, most == 2 ? "']' after two offsets" : "']' after at most 8 dimensions");
-        if (!scan_count(s, &value[(*n)++])) return false;
-    } while (scan_take(s, ','));
-    return scan_take(s, ']') || scan_fail(s, "',' or ']'");
+        if (*n == most) return json_fail(p, "a list of more than %d numbers", most);
+        if (!safetensors_count(p, &value[(*n)++])) return false;
+    } while (safetensors_take(p, ','));
+    return safetensors_take(p, ']') || safetensors_expected(p, "',' or ']'");
 }
 
 // Reads {"key": "value", ...} of __metadata__.
-static inline bool scan_metadata(SafeScan *s, SafeTensors *st) {
-    if (!scan_take(s, '{')) return scan_fail(s, "'{' after \"__metadata__\"");
-    if (scan_take(s, '}')) return true;
-    int64_t most = min_i64(SAFETENSORS_METADATA_MAX, (s->end - s->at) / 6 + 1); // "":"", has six bytes
+static inline bool safetensors_parse_metadata(JsonParser *p, SafeTensors *st) {
+    if (!safetensors_take(p, '{')) return safetensors_expected(p, "'{' after \"__metadata__\"");
+    if (safetensors_take(p, '}')) return true;
+    int64_t most = min_i64(SAFETENSORS_METADATA_MAX, (p->end - p->at) / 6 + 1); // "":"", has six bytes
     st->metadata = (SafeMetadata *)host_alloc((size_t)most * sizeof(SafeMetadata));
     do {
-        char *key, *value;
-        int64_t length;
-        if (st->n_metadata == most) return safetensors_fail(s->why, s->room, "header: more than %d entries in __metadata__", SAFETENSORS_METADATA_MAX);
-        if (!scan_text(s, &key, &length)) return false;
-        if (!scan_take(s, ':')) return scan_fail(s, "':'");
-        if (!scan_text(s, &value, &length)) return false;
+        const char *key, *value;
+        if (st->n_metadata == most) return json_fail(p, "more than %d entries in __metadata__", SAFETENSORS_METADATA_MAX);
+        if (!safetensors_text(p, &key)) return false;
+        if (!safetensors_take(p, ':')) return safetensors_expected(p, "':'");
+        if (!safetensors_text(p, &value)) return false;
         st->metadata[st->n_metadata++] = (SafeMetadata){key, value};
-    } while (scan_take(s, ','));
-    return scan_take(s, '}') || scan_fail(s, "',' or '}'");
+    } while (safetensors_take(p, ','));
+    return safetensors_take(p, '}') || safetensors_expected(p, "',' or '}'");
 }
 
-// Reads {"dtype": ..., "shape": ..., "data_offsets": ...} in any order, and checks rule 3. Offsets stay relative here.
-static inline bool scan_tensor(SafeScan *s, SafeTensor *t) {
-    char shown[128];
+// Rule 3 for one tensor; offsets are relative to the data here.
+static inline bool safetensors_check_extent(JsonParser *p, const SafeTensor *t, const char *shown) {
+    int64_t bytes = safetensors_types[t->type].bytes;
+    char shape[200];
+    for (int i = 0; i < t->ndim; i++)
+        if (__builtin_mul_overflow(bytes, t->shape[i], &bytes)) return json_fail(p, "tensor \"%s\": a shape of 2^63 bytes or more", shown);
+    if (t->end < t->begin) return json_fail(p, "tensor \"%s\" ends at byte %" PRId64 " of the data, before it begins at %" PRId64, shown, t->end, t->begin);
+    return t->end - t->begin == bytes ||
+           json_fail(p, "tensor \"%s\", type %s, shape %s, needs %" PRId64 " bytes, but its data_offsets span %" PRId64, shown, safetensors_types[t->type].name,
+                     safetensors_shape_text(shape, sizeof shape, t->ndim, t->shape), bytes, t->end - t->begin);
+}
+
+// Reads {"dtype": ..., "shape": ..., "data_offsets": ...} in any order.
+static inline bool safetensors_parse_tensor(JsonParser *p, SafeTensor *t) {
+    static const char *const fields[] = {"dtype", "shape", "data_offsets"};
+    char shown[80], other[64];
     text_escape(shown, sizeof shown, t->name, strlen(t->name));
-    enum { HAS_DTYPE = 1, HAS_SHAPE = 2, HAS_OFFSETS = 4 };
-    int have = 0, n;
-    if (!scan_take(s, '{')) return scan_fail(s, "'{' after the name of a tensor");
+    bool have[3] = {false, false, false};
+    if (!safetensors_take(p, '{')) return safetensors_expected(p, "'{' after the name of a tensor");
     do {
-        char *key, *type;
-        int64_t length, offset[2];
-        if (!scan_text(s, &key, &length)) return false;
-        int field = strcmp(key, "dtype") == 0 ? HAS_DTYPE : strcmp(key, "shape") == 0 ? HAS_SHAPE : strcmp(key, "data_offsets") == 0 ? HAS_OFFSETS : 0;
-        char key_shown[64];
-        text_escape(key_shown, sizeof key_shown, key, strlen(key));
-        if (field == 0) return safetensors_fail(s->why, s->room, "header: tensor \"%s\" has the unknown key \"%s\"; known are dtype, shape and data_offsets", shown, key_shown);
-        if (have & field) return safetensors_fail(s->why, s->room, "header: tensor \"%s\" has the key \"%s\" twice", shown, key_shown);
-        have |= field;
-        if (!scan_take(s, ':')) return scan_fail(s, "':'");
-        if (field == HAS_DTYPE) {
-            if (!scan_text(s, &type, &length)) return false;
-            for (t->type = 0; t->type < SAFETENSORS_TYPES && strcmp(type, safetensors_types[t->type].name) != 0;) t->type++;
-            char type_shown[64];
-            text_escape(type_shown, sizeof type_shown, type, strlen(type));
-            if (t->type == SAFETENSORS_TYPES) return safetensors_fail(s->why, s->room, "header: tensor \"%s\" has the type \"%s\", which is unknown here or not made of whole bytes", shown, type_shown);
-        } else if (field == HAS_SHAPE) {
-            if (!scan_counts(s, t->shape, SAFETENSORS_RANK_MAX, &t->ndim)) return false;
+        const char *key, *type;
+        int64_t offset[2];
+        int field = 0, n;
+        if (!safetensors_text(p, &key)) return false;
+        while (field < 3 && strcmp(key, fields[field]) != 0) field++;
+        if (field == 3) return json_fail(p, "tensor \"%s\" has the unknown key \"%s\"; known are dtype, shape and data_offsets", shown, text_escape(other, sizeof other, key, strlen(key)));
+        if (have[field]) return json_fail(p, "tensor \"%s\" has the key \"%s\" twice", shown, key);
+        have[field] = true;
+        if (!safetensors_take(p, ':')) return safetensors_expected(p, "':'");
+        if (field == 0) {
+            if (!safetensors_text(p, &type)) return false;
+            while (t->type < SAFETENSORS_TYPES && strcmp(type, safetensors_types[t->type].name) != 0) t->type++;
+            if (t->type == SAFETENSORS_TYPES) return json_fail(p, "tensor \"%s\" has the type \"%s\", which is unknown here or not made of whole bytes", shown, text_escape(other, sizeof other, type, strlen(type)));
+        } else if (field == 1) {
+            if (!safetensors_counts(p, t->shape, SAFETENSORS_RANK_MAX, &t->ndim)) return false;
         } else {
-            if (!scan_counts(s, offset, 2, &n)) return false;
-            if (n != 2) return safetensors_fail(s->why, s->room, "header: tensor \"%s\": data_offsets must have two numbers", shown);
+            if (!safetensors_counts(p, offset, 2, &n)) return false;
+            if (n != 2) return json_fail(p, "tensor \"%s\": data_offsets must be two numbers", shown);
             t->begin = offset[0];
             t->end = offset[1];
         }
-    } while (scan_take(s, ','));
-    if (!scan_take(s, '}')) return scan_fail(s, "',' or '}'");
-    if (have != (HAS_DTYPE | HAS_SHAPE | HAS_OFFSETS))
-        return safetensors_fail(s->why, s->room, "header: tensor \"%s\" lacks its %s", shown, !(have & HAS_DTYPE) ? "dtype" : !(have & HAS_SHAPE) ? "shape" : "data_offsets");
-    int64_t bytes = safetensors_types[t->type].bytes;
-    for (int i = 0; i < t->ndim; i++)
-        if (__builtin_mul_overflow(bytes, t->shape[i], &bytes)) return safetensors_fail(s->why, s->room, "header: tensor \"%s\": its shape has more than 2^63 bytes", shown);
-    if (t->end < t->begin) return safetensors_fail(s->why, s->room, "header: tensor \"%s\" ends at byte %" PRId64 " before it begins at %" PRId64, shown, t->end, t->begin);
-    if (t->end - t->begin != bytes) {
-        char shape[200];
-        return safetensors_fail(s->why, s->room, "header: tensor \"%s\" of type %s and shape %s needs %" PRId64 " bytes, but its data_offsets hold %" PRId64, shown, safetensors_types[t->type].name, safetensors_shape_text(shape, sizeof shape, t->ndim, t->shape), bytes, t->end - t->begin);
+    } while (safetensors_take(p, ','));
+    if (!safetensors_take(p, '}')) return safetensors_expected(p, "',' or '}'");
+    for (int i = 0; i < 3; i++) if (!have[i]) return json_fail(p, "tensor \"%s\" has no %s", shown, fields[i]);
+    return safetensors_check_extent(p, t, shown);
+}
+
+static inline bool safetensors_parse_entries(JsonParser *p, SafeTensors *st) {
+    bool metadata_seen = false;
+    // The shortest entry is "a":{"dtype":"U8","shape":[],"data_offsets":[0,0]} and has 50 bytes. Pages of this allocation
+    // that no tensor reaches are never touched.
+    int64_t most = min_i64(SAFETENSORS_TENSORS_MAX, (p->end - p->at) / 50 + 1);
+    st->tensor = (SafeTensor *)host_alloc((size_t)most * sizeof(SafeTensor));
+    safetensors_take(p, '{');
+    bool empty = safetensors_take(p, '}');
+    if (!empty) {
+        do {
+            const char *name;
+            if (!safetensors_text(p, &name)) return false;
+            if (!safetensors_take(p, ':')) return safetensors_expected(p, "':'");
+            if (strcmp(name, "__metadata__") == 0) {
+                if (metadata_seen) return json_fail(p, "\"__metadata__\" occurs twice");
+                metadata_seen = true;
+                if (!safetensors_parse_metadata(p, st)) return false;
+                continue;
+            }
+            if (*name == 0) return json_fail(p, "a tensor with an empty name");
+            if (st->n_tensors == most) return json_fail(p, "more than %d tensors", SAFETENSORS_TENSORS_MAX);
+            st->tensor[st->n_tensors].name = name;
+            if (!safetensors_parse_tensor(p, &st->tensor[st->n_tensors++])) return false;
+        } while (safetensors_take(p, ','));
+        if (!safetensors_take(p, '}')) return safetensors_expected(p, "',' or '}'");
     }
-    return true;
+    json_skip_blanks(p);
+    return p->at == p->end || safetensors_expected(p, "nothing but blanks after the last '}'");
 }
 
 static inline int safetensors_by_place(const void *a, const void *b) {
@@ -321,41 +285,21 @@ static inline bool safetensors_check(SafeTensors *st, char *why, size_t room) {
     return true;
 }
 
-// Takes the JSON apart: st->header (header_bytes long) is changed in place, st->file_bytes and st->data_begin are known.
-// Fills the rest of st; on failure what was filled is freed by safetensors_close.
-static inline bool safetensors_parse(SafeTensors *st, int64_t header_bytes, char *why, size_t room) {
-    SafeScan s = {st->header, st->header, st->header + header_bytes, why, room};
-    bool metadata_seen = false;
-    if (s.at == s.end || *s.at != '{') return scan_fail(&s, "'{' as the first byte");
-    s.at++;
-    // The shortest entry is "a":{"dtype":"U8","shape":[],"data_offsets":[0,0]} and has 50 bytes. The pages of this
-    // allocation that no tensor reaches are never touched.
-    int64_t most = min_i64(SAFETENSORS_TENSORS_MAX, header_bytes / 50 + 1);
-    st->tensor = (SafeTensor *)host_alloc((size_t)most * sizeof(SafeTensor));
-    if (!scan_take(&s, '}')) {
-        do {
-            char *name;
-            int64_t length;
-            if (!scan_text(&s, &name, &length)) return false;
-            if (!scan_take(&s, ':')) return scan_fail(&s, "':'");
-            if (strcmp(name, "__metadata__") == 0) {
-                if (metadata_seen) return safetensors_fail(why, room, "header: \"__metadata__\" occurs twice");
-                metadata_seen = true;
-                if (!scan_metadata(&s, st)) return false;
-                continue;
-            }
-            if (length == 0) return safetensors_fail(why, room, "header: a tensor has the empty name");
-            if (length > SAFETENSORS_NAME_MAX) return safetensors_fail(why, room, "header: a tensor's name has %" PRId64 " bytes, more than %d", length, SAFETENSORS_NAME_MAX);
-            if (st->n_tensors == most) return safetensors_fail(why, room, "header: more than %d tensors", SAFETENSORS_TENSORS_MAX);
-            SafeTensor *t = &st->tensor[st->n_tensors];
-            t->name = name;
-            if (!scan_tensor(&s, t)) return false;
-            st->n_tensors++;
-        } while (scan_take(&s, ','));
-        if (!scan_take(&s, '}')) return scan_fail(&s, "',' or '}'");
-    }
-    scan_blanks(&s);
-    if (s.at != s.end) return scan_fail(&s, "nothing but blanks after the last '}'");
+// Reads header[0..bytes), when st->file_bytes and st->data_begin are known. What was filled on failure is freed by
+// safetensors_close.
+static inline bool safetensors_parse(SafeTensors *st, const char *header, int64_t bytes, char *why, size_t room) {
+    Json json;
+    memset(&json, 0, sizeof json);
+    json.pool = st->pool = (char *)host_alloc((size_t)bytes + 2);
+    JsonParser p = {&json, header, header, header + bytes, header, 1, 0, 0, JSON_STRICT};
+    int64_t bad = json_utf8_fault(header, bytes);
+    bool good;
+    if (bad >= 0) {
+        p.at += bad;
+        good = json_fail(&p, "byte \\x%02x is not valid UTF-8", (unsigned)(unsigned char)header[bad]);
+    } else if (bytes == 0 || *header != '{') good = safetensors_expected(&p, "'{'"); // blanks may follow, not precede
+    else good = safetensors_parse_entries(&p, st);
+    if (!good) return safetensors_fail(why, room, "header, byte %" PRId64 ": %s", json.offset, json.error);
     st->by_name = (SafeTensor **)host_alloc((size_t)st->n_tensors * sizeof *st->by_name);
     return safetensors_check(st, why, room);
 }
@@ -363,7 +307,7 @@ static inline bool safetensors_parse(SafeTensors *st, int64_t header_bytes, char
 // Safe to call on a zeroed struct whose fd is -1, and after a failed open.
 static inline void safetensors_close(SafeTensors *st) {
     if (st->fd >= 0) close(st->fd);
-    free(st->header);
+    free(st->pool);
     free(st->tensor);
     free(st->by_name);
     free(st->metadata);
@@ -371,30 +315,26 @@ static inline void safetensors_close(SafeTensors *st) {
     st->fd = -1;
 }
 
-// Opens `name` below the folder of descriptor `folder` (or AT_FDCWD). The last component may be a link only if
-// follow_link says so: the user named it himself. Regular files only. On failure nothing is left open, and *st is closed.
+// Opens a file as file_open_at does and reads its header. On failure nothing is left open, and *st is closed.
 static inline bool safetensors_open_at(SafeTensors *st, int folder, const char *name, bool follow_link, char *why, size_t room) {
     memset(st, 0, sizeof *st);
-    st->fd = openat(folder, name, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | (follow_link ? 0 : O_NOFOLLOW));
-    struct stat info;
+    st->fd = file_open_at(folder, name, follow_link, &st->file_bytes, why, room);
+    if (st->fd < 0) return false;
     uint64_t n = 0;
-    bool ok = false;
-    if (st->fd < 0) safetensors_fail(why, room, "%s", errno == ELOOP ? "is a symbolic link; put the file itself there (cp -L copies what a link points to)" : strerror(errno));
-    else if (fstat(st->fd, &info) != 0) safetensors_fail(why, room, "%s", strerror(errno));
-    else if (!S_ISREG(info.st_mode)) safetensors_fail(why, room, "is not a regular file");
-    else if (info.st_size < 8) safetensors_fail(why, room, "has %lld bytes; a safetensors file has at least 10", (long long)info.st_size);
+    bool good = false;
+    if (st->file_bytes < 8) safetensors_fail(why, room, "has %" PRId64 " bytes; a safetensors file has at least 10", st->file_bytes);
     else if (!file_read_at(st->fd, &n, 8, 0)) safetensors_fail(why, room, "%s", errno ? strerror(errno) : "became shorter while it was read");
-    else if (n > (uint64_t)info.st_size - 8) safetensors_fail(why, room, "says that its header has %" PRIu64 " bytes, but only %lld follow; the file is cut, or no safetensors file", n, (long long)info.st_size - 8);
+    else if (n > (uint64_t)st->file_bytes - 8) safetensors_fail(why, room, "says that its header has %" PRIu64 " bytes, but only %" PRId64 " follow; the file is cut, or no safetensors file", n, st->file_bytes - 8);
     else if (n > SAFETENSORS_HEADER_MAX) safetensors_fail(why, room, "has a header of %" PRIu64 " bytes, more than %d", n, SAFETENSORS_HEADER_MAX);
     else {
-        st->file_bytes = info.st_size;
         st->data_begin = 8 + (int64_t)n;
-        st->header = (char *)host_alloc((size_t)n + 1);
-        if (!file_read_at(st->fd, st->header, (int64_t)n, 8)) safetensors_fail(why, room, "%s", errno ? strerror(errno) : "became shorter while it was read");
-        else ok = safetensors_parse(st, (int64_t)n, why, room);
+        char *header = (char *)host_alloc((size_t)n);
+        if (!file_read_at(st->fd, header, (int64_t)n, 8)) safetensors_fail(why, room, "%s", errno ? strerror(errno) : "became shorter while it was read");
+        else good = safetensors_parse(st, header, (int64_t)n, why, room);
+        free(header);
     }
-    if (!ok) safetensors_close(st);
-    return ok;
+    if (!good) safetensors_close(st);
+    return good;
 }
 
 static inline bool safetensors_open(SafeTensors *st, const char *path, char *why, size_t room) {
