@@ -41,5 +41,5 @@ static inline float gelu(float x) {
 
 static inline float gelu_derivative(float x) {
     float e = exp_fast(-x * (GELU_A + GELU_B * x * x)), s = 1.0f / (1.0f + e);
-    return s + x * (s - s * s) * (GELU_A + 3.0f * GELU_B * x * x);
+    return s + x * (e * s * s) * (GELU_A + 3.0f * GELU_B * x * x); // 1 - s = e s, without the cancellation
 }

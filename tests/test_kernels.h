@@ -1,0 +1,1269 @@
+// test_kernels.h - every kernel against something that computes the same in another way.
+//
+// The chain of trust: a naive reference in double for each kernel, below; backward references are checked against central
+// finite differences of the forward ones; the CPU kernels are checked against the references, in fp32, bf16 and fp16, over
+// tables of odd shapes; the kernels of a GPU build are checked against the CPU kernels. 16-bit operands are rounded before
+// the reference sees them, so that what is measured is the kernel's own error.
+//
+// A Kernel below has a set-up (names, shapes and values of its operands), a reference and a call. Everything else (memory,
+// transfers, thread counts, aliases, comparison) is done once, for all. To test a new kernel: those three functions, a
+// table of shapes, and one line in kernel_tests.
+#pragma once
+#include "../kernels/cpu/vector_math.h"
+#include "dies.h"
+#include "harness.h"
+#include <omp.h>
+
+// ---------------------------------------------------------------------------------------------------------------
+// Bounds
+
+typedef struct {
+    double nmse;    // sum of squared errors over sum of squares
+    double element; // worst error over the largest value
+} KernelBound;
+
+// By the type of the result. The CPU kernels compute in fp32 and round once. Rounding to bf16 (8 bits) errs by at most
+// 2^-8 of the value, so no element may be worse than that; the NMSE is below 2^-16/3 = 5e-6 on average (2.6e-6 measured), and
+// a few values by themselves can have twice that. fp16 (11 bits) is 64 times better. fp32 results show the order of
+// summation, of up to some thousand terms here: four times the worst measured.
+static const KernelBound cpu_bounds[DTYPE_COUNT] = {
+    {4e-13, 4e-6},    // fp32
+    {1e-5, 4e-3},     // bf16
+    {1.6e-7, 5e-4},   // fp16
+};
+// The GPU is compared with the CPU kernels: both round, and attention rounds probabilities on the way as well.
+static const KernelBound gpu_bounds[DTYPE_COUNT] = {
+    {1e-10, 1e-4},
+    {5e-5, 1.6e-2},
+    {1e-6, 2e-3},
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Cases: a kernel, a shape, an element type, and the operands made for them
+
+typedef enum { ROLE_IN, ROLE_OUT, ROLE_INOUT } OperandRole;
+enum { OPERAND_INT32 = DTYPE_COUNT, OPERAND_DOUBLE, OPERANDS_MAX = 10 };
+
+typedef struct {
+    const char *name;
+    OperandRole role;
+    int type;          // a DType or one of the two above
+    int ndim;
+    int64_t shape[3], n;
+    double *value;     // before the kernel; NaN where it is to be written
+    double *want;      // after it, by the reference
+    double *got;       // after it, by the kernel
+    int alias;         // this operand lies in the memory of that one; -1 = in its own
+    void *memory;      // of the run in progress
+} Operand;
+
+typedef struct {
+    int64_t B, T, C, NH, OC, V, Vp; // as in kernel_list.h; a kernel uses what it needs
+    unsigned flags;
+} KernelShape;
+
+enum {
+    ACCUMULATE = 1, ACCUMULATE_WPE = 2, BIAS = 4, RESIDUAL = 8, PRE_GELU = 16, ALIAS = 32, ALIAS_OTHER = 64,
+    OFFSET = 128,      // operands start one element after an aligned address, as shards may
+    NO_WRITE = 256, DECOUPLED = 512, NO_CORRECTION = 1024, MOMENTUM = 2048, NESTEROV = 4096,
+    CPU_ONLY = 8192,   // sizes that the GPU does not promise: channels, features and head sizes that 8 does not divide
+};
+
+typedef struct {
+    KernelShape s;
+    DType act;         // element type of activations and weights
+    bool exact;        // operands are not rounded: for finite differences of the references
+    int n;
+    Operand op[OPERANDS_MAX];
+} KernelCase;
+
+typedef struct {
+    const char *name;
+    void (*setup)(KernelCase *c);
+    void (*reference)(KernelCase *c);
+    void (*call)(KernelCase *c, bool backend, Stream s); // backend: the build's own kernel, else cpu::
+    const KernelShape *shapes;                           // ends with B = 0
+} Kernel;
+
+// x as an element of that type holds it.
+static double operand_round(int type, double x) {
+    if (type == DTYPE_BF16) return (double)bf16_to_float(float_to_bf16((float)x));
+    if (type == DTYPE_FP16) return (double)fp16_to_float(float_to_fp16((float)x));
+    return type == DTYPE_FP32 ? (double)(float)x : x;
+}
+static int64_t operand_element_bytes(int type) {
+    return type == OPERAND_DOUBLE ? 8 : type == OPERAND_INT32 ? 4 : dtype_bytes((DType)type);
+}
+
+// Adds an operand of shape (a), (a, b) or (a, b, d): 0 ends the list. Inputs are normal with that mean and deviation, and
+// depend on the operand's name, not on its place, so that forward and backward cases of one shape see the same tensors.
+static Operand *operand_add(KernelCase *c, const char *name, OperandRole role, int type, int64_t a, int64_t b, int64_t d, double mean, double deviation) {
+    CHECK(c->n < OPERANDS_MAX, "operand %s", name);
+    Operand *o = &c->op[c->n++];
+    *o = {name, role, type, d ? 3 : b ? 2 : 1, {a, b ? b : 1, d ? d : 1}};
+    o->n = o->shape[0] * o->shape[1] * o->shape[2];
+    o->alias = -1;
+    o->value = (double *)host_alloc((size_t)o->n * 8);
+    o->want = (double *)host_alloc((size_t)o->n * 8);
+    o->got = (double *)host_alloc((size_t)o->n * 8);
+    for (int64_t i = 0; i < o->n; i++) {
+        double x = role == ROLE_OUT ? (type == OPERAND_INT32 ? -1 : NAN) : mean + deviation * rng_normal(1234, text_hash(name), (uint64_t)i);
+        o->value[i] = c->exact ? x : operand_round(type, x);
+    }
+    return o;
+}
+
+// The operand of that name, or null.
+static Operand *operand_find(KernelCase *c, const char *name) {
+    for (int i = 0; i < c->n; i++) if (strcmp(c->op[i].name, name) == 0) return &c->op[i];
+    return NULL;
+}
+static double *value_of(KernelCase *c, const char *name) { Operand *o = operand_find(c, name); return o ? o->value : NULL; }
+static double *want_of(KernelCase *c, const char *name) { Operand *o = operand_find(c, name); return o ? o->want : NULL; }
+static Tensor tensor_of(KernelCase *c, const char *name) {
+    Operand *o = operand_find(c, name);
+    return o ? tensor_make(o->memory, (DType)o->type, o->ndim, o->shape[0], o->shape[1], o->shape[2], 1) : tensor_none();
+}
+static const int32_t *ints_of(KernelCase *c, const char *name) { return (const int32_t *)operand_find(c, name)->memory; }
+static void alias_with(KernelCase *c, const char *name, const char *other) {
+    operand_find(c, name)->alias = (int)(operand_find(c, other) - c->op);
+}
+
+static KernelCase *case_make(const Kernel *k, KernelShape s, DType act, bool exact) {
+    KernelCase *c = (KernelCase *)host_alloc(sizeof *c);
+    c->s = s;
+    c->act = act;
+    c->exact = exact;
+    k->setup(c);
+    return c;
+}
+static void case_free(KernelCase *c) {
+    for (int i = 0; i < c->n; i++) { free(c->op[i].value); free(c->op[i].want); free(c->op[i].got); }
+    free(c);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Running a case
+
+static void operand_pack(const Operand *o, const double *values, void *bytes) {
+    for (int64_t i = 0; i < o->n; i++) {
+        if (o->type == OPERAND_DOUBLE) ((double *)bytes)[i] = values[i];
+        else if (o->type == OPERAND_INT32) ((int32_t *)bytes)[i] = (int32_t)values[i];
+        else dtype_store(bytes, (DType)o->type, i, (float)values[i]);
+    }
+}
+static void operand_unpack(const Operand *o, const void *bytes, double *values) {
+    for (int64_t i = 0; i < o->n; i++) {
+        if (o->type == OPERAND_DOUBLE) values[i] = ((const double *)bytes)[i];
+        else if (o->type == OPERAND_INT32) values[i] = ((const int32_t *)bytes)[i];
+        else values[i] = (double)dtype_load(bytes, (DType)o->type, i);
+    }
+}
+
+// Runs the kernel once and leaves all operands in `got`. The backend's kernels work in device memory, on a stream.
+static void case_run(const Kernel *k, KernelCase *c, bool backend) {
+    Stream s = stream_create();
+    void *block[OPERANDS_MAX], *staging[OPERANDS_MAX];
+    const int64_t shift = c->s.flags & OFFSET ? 1 : 0;
+    for (int i = 0; i < c->n; i++) {
+        Operand *o = &c->op[i];
+        const int64_t size = operand_element_bytes(o->type), bytes = o->n * size;
+        block[i] = NULL;
+        staging[i] = pinned_malloc(bytes);
+        if (o->alias >= 0) continue;
+        block[i] = backend ? device_malloc(bytes + size) : host_alloc((size_t)(bytes + size));
+        o->memory = (char *)block[i] + shift * size;
+        operand_pack(o, o->value, staging[i]);
+        if (backend) device_copy(o->memory, staging[i], bytes, COPY_TO_DEVICE, s);
+        else memcpy(o->memory, staging[i], (size_t)bytes);
+    }
+    for (int i = 0; i < c->n; i++) if (c->op[i].alias >= 0) c->op[i].memory = c->op[c->op[i].alias].memory;
+    k->call(c, backend, s);
+    for (int i = 0; i < c->n; i++) {
+        Operand *o = &c->op[i];
+        const int64_t bytes = o->n * operand_element_bytes(o->type);
+        if (backend) device_copy(staging[i], o->memory, bytes, COPY_TO_HOST, s);
+        else memcpy(staging[i], o->memory, (size_t)bytes);
+    }
+    stream_sync(s);
+    for (int i = 0; i < c->n; i++) {
+        operand_unpack(&c->op[i], staging[i], c->op[i].got);
+        pinned_free(staging[i]);
+        if (backend) device_free(block[i]);
+        else free(block[i]);
+    }
+    stream_destroy(s);
+}
+
+// Errors of one result: normalised mean square, worst element, and bias. The bias is the mean of the error taken in the
+// direction of the value (truncation instead of rounding shows there); it must be below a tenth of the root of the NMSE
+// bound. Asked of results of a thousand elements and more: with fewer, the mean of honest rounding errors is not small enough.
+static void compare_operand(Test *t, const Kernel *k, const KernelCase *c, const Operand *o, const double *want, const KernelBound *bounds) {
+    const KernelBound bound = bounds[o->type < DTYPE_COUNT ? o->type : DTYPE_FP32];
+    double error = 0, power = 0, largest = 0, worst = 0, drift = 0;
+    int64_t worst_at = 0;
+    for (int64_t i = 0; i < o->n; i++) {
+        const double d = o->got[i] - want[i];
+        error += d * d;
+        power += want[i] * want[i];
+        drift += want[i] > 0 ? d : want[i] < 0 ? -d : 0;
+        if (fabs(want[i]) > largest) largest = fabs(want[i]);
+        if (!(fabs(d) <= worst)) { worst = fabs(d); worst_at = i; }
+    }
+    t->compared += o->n;
+    const double nmse = power > 0 ? error / power : error, element = largest > 0 ? worst / largest : worst;
+    const double bias = power > 0 && o->n >= 1000 ? fabs(drift) / (double)o->n / sqrt(power / (double)o->n) / (0.1 * sqrt(bound.nmse)) : 0;
+    if (!(nmse <= bound.nmse && element <= bound.element && bias <= 1)) {
+        const KernelShape *s = &c->s;
+        test_fail(t, "%s %s, B %d T %d C %d NH %d OC %d V %d/%d flags %u: %s NMSE %.3g (bound %.3g), worst element %.3g of the largest (%.3g) at %" PRId64 ": %.9g, expected %.9g; bias %.2f of its bound",
+                  k->name, dtype_name(c->act), (int)s->B, (int)s->T, (int)s->C, (int)s->NH, (int)s->OC, (int)s->V, (int)s->Vp, s->flags, o->name, nmse, bound.nmse, element, bound.element, worst_at, o->got[worst_at], want[worst_at], bias);
+    }
+    t->worst = fmax(t->worst, fmax(fmax(nmse / bound.nmse, element / bound.element), bias));
+}
+
+// All results bit for bit (NaN included), as a copy has them.
+static void compare_bits(Test *t, const Kernel *k, const KernelCase *c, double *const *copy, const char *when) {
+    for (int i = 0; i < c->n; i++) {
+        const Operand *o = &c->op[i];
+        if (o->role == ROLE_IN) continue;
+        t->compared += o->n;
+        if (memcmp(o->got, copy[i], (size_t)o->n * 8) != 0) test_fail(t, "%s %s: %s differs in %s", k->name, dtype_name(c->act), o->name, when);
+    }
+}
+
+// The values of all operands, kept aside.
+static double **results_keep(const KernelCase *c) {
+    double **kept = (double **)host_alloc(sizeof(double *) * OPERANDS_MAX);
+    for (int i = 0; i < c->n; i++) {
+        kept[i] = (double *)host_alloc((size_t)c->op[i].n * 8);
+        memcpy(kept[i], c->op[i].got, (size_t)c->op[i].n * 8);
+    }
+    return kept;
+}
+static void results_free(const KernelCase *c, double **kept) {
+    for (int i = 0; i < c->n; i++) free(kept[i]);
+    free(kept);
+}
+
+// CPU kernel against the reference; then with 1, 2 and 3 threads, and twice over, the same bits.
+static void kernel_test_cpu(Test *t, const Kernel *k) {
+    const int threads = omp_get_max_threads();
+    for (const KernelShape *s = k->shapes; s->B; s++)
+        for (int act = 0; act < DTYPE_COUNT; act++) {
+            KernelCase *c = case_make(k, *s, (DType)act, false);
+            for (int i = 0; i < c->n; i++) memcpy(c->op[i].want, c->op[i].value, (size_t)c->op[i].n * 8);
+            k->reference(c);
+            omp_set_num_threads(1);
+            case_run(k, c, false);
+            for (int i = 0; i < c->n; i++) if (c->op[i].role != ROLE_IN) compare_operand(t, k, c, &c->op[i], c->op[i].want, cpu_bounds);
+            double **first = results_keep(c);
+            for (int n = 2; n <= 3; n++) {
+                omp_set_num_threads(n);
+                case_run(k, c, false);
+                compare_bits(t, k, c, first, "another number of threads");
+            }
+            omp_set_num_threads(threads);
+            results_free(c, first);
+            case_free(c);
+        }
+}
+
+// The build's kernel against its CPU twin; then again, the same bits.
+static void kernel_test_gpu(Test *t, const Kernel *k) {
+    if (!KERNELS_ON_GPU) { test_skip(t, "this build has no GPU kernels"); return; }
+    for (const KernelShape *s = k->shapes; s->B; s++)
+        for (int act = 0; act < DTYPE_COUNT; act++) {
+            if (s->flags & CPU_ONLY) continue;
+            KernelCase *c = case_make(k, *s, (DType)act, false);
+            case_run(k, c, false);
+            double **twin = results_keep(c);
+            case_run(k, c, true);
+            for (int i = 0; i < c->n; i++) if (c->op[i].role != ROLE_IN) compare_operand(t, k, c, &c->op[i], twin[i], gpu_bounds);
+            double **first = results_keep(c);
+            case_run(k, c, true);
+            compare_bits(t, k, c, first, "a second run");
+            results_free(c, twin);
+            results_free(c, first);
+            case_free(c);
+        }
+}
+
+#define KERNEL_CALL(kernel, ...)                                                                                       \
+    do {                                                                                                               \
+        if (backend) kernel(__VA_ARGS__);                                                                              \
+        else cpu::kernel(__VA_ARGS__);                                                                                 \
+    } while (0)
+
+// ---------------------------------------------------------------------------------------------------------------
+// Embedding
+
+// Tokens that repeat: the first of a hundred-odd is frequent, and the last of the vocabulary occurs.
+static void setup_tokens(KernelCase *c, const char *name, int64_t V) {
+    Operand *o = operand_add(c, name, ROLE_IN, OPERAND_INT32, c->s.B, c->s.T, 0, 0, 0);
+    for (int64_t i = 0; i < o->n; i++) o->value[i] = (double)(rng_uniform(1, 2, (uint64_t)i) < 0.3 ? V - 1 : (int64_t)(rng_uniform(1, 3, (uint64_t)i) * (double)V));
+}
+
+static void setup_embedding_forward(KernelCase *c) {
+    const KernelShape s = c->s;
+    operand_add(c, "out", ROLE_OUT, c->act, s.B, s.T, s.C, 0, 0);
+    setup_tokens(c, "tokens", s.V);
+    operand_add(c, "wte", ROLE_IN, c->act, s.Vp, s.C, 0, 0, 1);
+    operand_add(c, "wpe", ROLE_IN, c->act, s.T + 3, s.C, 0, 0, 1);
+}
+static void reference_embedding_forward(KernelCase *c) {
+    const KernelShape s = c->s;
+    const double *tokens = value_of(c, "tokens"), *wte = value_of(c, "wte"), *wpe = value_of(c, "wpe");
+    double *out = want_of(c, "out");
+    for (int64_t i = 0; i < s.B * s.T; i++)
+        for (int64_t k = 0; k < s.C; k++) out[i * s.C + k] = wte[(int64_t)tokens[i] * s.C + k] + wpe[i % s.T * s.C + k];
+}
+static void call_embedding_forward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(embedding_forward, tensor_of(c, "out"), ints_of(c, "tokens"), tensor_of(c, "wte"), tensor_of(c, "wpe"), stream);
+}
+
+static void setup_embedding_backward(KernelCase *c) {
+    const KernelShape s = c->s;
+    operand_add(c, "dwte", s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT, DTYPE_FP32, s.Vp, s.C, 0, 0, 1);
+    operand_add(c, "dwpe", s.flags & ACCUMULATE_WPE ? ROLE_INOUT : ROLE_OUT, DTYPE_FP32, s.T + 3, s.C, 0, 0, 1);
+    setup_tokens(c, "tokens", s.V);
+    operand_add(c, "dout", ROLE_IN, c->act, s.B, s.T, s.C, 0, 1);
+}
+static void reference_embedding_backward(KernelCase *c) {
+    const KernelShape s = c->s;
+    const double *tokens = value_of(c, "tokens"), *dout = value_of(c, "dout");
+    double *dwte = want_of(c, "dwte"), *dwpe = want_of(c, "dwpe");
+    if (!(s.flags & ACCUMULATE)) memset(dwte, 0, (size_t)(s.Vp * s.C) * 8);
+    if (!(s.flags & ACCUMULATE_WPE)) memset(dwpe, 0, (size_t)((s.T + 3) * s.C) * 8);
+    for (int64_t i = 0; i < s.B * s.T; i++)
+        for (int64_t k = 0; k < s.C; k++) {
+            dwte[(int64_t)tokens[i] * s.C + k] += dout[i * s.C + k];
+            dwpe[i % s.T * s.C + k] += dout[i * s.C + k];
+        }
+}
+static void call_embedding_backward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(embedding_backward, tensor_of(c, "dwte"), tensor_of(c, "dwpe"), ints_of(c, "tokens"), tensor_of(c, "dout"),
+                (c->s.flags & ACCUMULATE) != 0, (c->s.flags & ACCUMULATE_WPE) != 0, stream);
+}
+
+static const KernelShape embedding_shapes[] = {
+    {.B = 1, .T = 1, .C = 8, .V = 1, .Vp = 1},
+    {.B = 3, .T = 17, .C = 64, .V = 211, .Vp = 256, .flags = ACCUMULATE},
+    {.B = 3, .T = 40, .C = 24, .V = 257, .Vp = 320, .flags = ACCUMULATE_WPE},
+    {.B = 2, .T = 255, .C = 96, .V = 257, .Vp = 257, .flags = ACCUMULATE | ACCUMULATE_WPE},
+    {.B = 5, .T = 64, .C = 16, .V = 50257, .Vp = 50304},
+    {.B = 2, .T = 9, .C = 7, .V = 5, .Vp = 6, .flags = CPU_ONLY},
+    {0},
+};
+static const Kernel kernel_embedding_forward = {"embedding_forward", setup_embedding_forward, reference_embedding_forward, call_embedding_forward, embedding_shapes};
+static const Kernel kernel_embedding_backward = {"embedding_backward", setup_embedding_backward, reference_embedding_backward, call_embedding_backward, embedding_shapes};
+
+// ---------------------------------------------------------------------------------------------------------------
+// LayerNorm
+
+#define TEST_LN_EPS 1e-5f
+
+// Rows of x (N,C) -> mean, rstd and, if asked for, out.
+static void reference_layernorm(double *out, double *mean, double *rstd, const double *x, const double *w, const double *b, int64_t N, int64_t C) {
+    for (int64_t i = 0; i < N; i++) {
+        double m = 0, v = 0;
+        for (int64_t k = 0; k < C; k++) m += x[i * C + k] / (double)C;
+        for (int64_t k = 0; k < C; k++) v += (x[i * C + k] - m) * (x[i * C + k] - m) / (double)C;
+        mean[i] = m;
+        rstd[i] = 1 / sqrt(v + (double)TEST_LN_EPS);
+        for (int64_t k = 0; out && k < C; k++) out[i * C + k] = (x[i * C + k] - m) * rstd[i] * w[k] + b[k];
+    }
+}
+
+static void setup_layernorm_forward(KernelCase *c) {
+    const int64_t N = c->s.B * c->s.T, C = c->s.C;
+    operand_add(c, "out", ROLE_OUT, c->act, N, C, 0, 0, 0);
+    operand_add(c, "mean", ROLE_OUT, DTYPE_FP32, N, 0, 0, 0, 0);
+    operand_add(c, "rstd", ROLE_OUT, DTYPE_FP32, N, 0, 0, 0, 0);
+    operand_add(c, "x", ROLE_IN, c->act, N, C, 0, 0.5, 2);
+    operand_add(c, "w", ROLE_IN, c->act, C, 0, 0, 1, 0.3);
+    operand_add(c, "b", ROLE_IN, c->act, C, 0, 0, 0, 0.3);
+}
+static void reference_layernorm_forward(KernelCase *c) {
+    reference_layernorm(want_of(c, "out"), want_of(c, "mean"), want_of(c, "rstd"), value_of(c, "x"), value_of(c, "w"), value_of(c, "b"), c->s.B * c->s.T, c->s.C);
+}
+static void call_layernorm_forward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(layernorm_forward, tensor_of(c, "out"), tensor_of(c, "mean"), tensor_of(c, "rstd"), tensor_of(c, "x"), tensor_of(c, "w"), tensor_of(c, "b"), TEST_LN_EPS, stream);
+}
+
+static void setup_residual_layernorm_forward(KernelCase *c) {
+    setup_layernorm_forward(c);
+    operand_add(c, "delta", ROLE_IN, c->act, c->s.B * c->s.T, c->s.C, 0, 0, 1);
+    operand_add(c, "residual", ROLE_OUT, c->act, c->s.B * c->s.T, c->s.C, 0, 0, 0);
+    if (c->s.flags & ALIAS) alias_with(c, "residual", "x");
+    if (c->s.flags & ALIAS_OTHER) alias_with(c, "residual", "delta");
+}
+static void reference_residual_layernorm_forward(KernelCase *c) {
+    double *residual = want_of(c, "residual");
+    const double *x = value_of(c, "x"), *delta = value_of(c, "delta");
+    for (int64_t i = 0; i < operand_find(c, "x")->n; i++) residual[i] = operand_round(c->act, x[i] + delta[i]);
+    reference_layernorm(want_of(c, "out"), want_of(c, "mean"), want_of(c, "rstd"), residual, value_of(c, "w"), value_of(c, "b"), c->s.B * c->s.T, c->s.C);
+}
+static void call_residual_layernorm_forward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(residual_layernorm_forward, tensor_of(c, "residual"), tensor_of(c, "out"), tensor_of(c, "mean"), tensor_of(c, "rstd"),
+                tensor_of(c, "x"), tensor_of(c, "delta"), tensor_of(c, "w"), tensor_of(c, "b"), TEST_LN_EPS, stream);
+}
+
+static void setup_layernorm_backward(KernelCase *c) {
+    const int64_t N = c->s.B * c->s.T, C = c->s.C;
+    const OperandRole sums = c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT;
+    operand_add(c, "dx", ROLE_OUT, c->act, N, C, 0, 0, 0);
+    operand_add(c, "dw", sums, DTYPE_FP32, C, 0, 0, 0, 1);
+    operand_add(c, "db", sums, DTYPE_FP32, C, 0, 0, 0, 1);
+    operand_add(c, "dout", ROLE_IN, c->act, N, C, 0, 0.1, 1);
+    operand_add(c, "x", ROLE_IN, c->act, N, C, 0, 0.5, 2);
+    operand_add(c, "w", ROLE_IN, c->act, C, 0, 0, 1, 0.3);
+    operand_add(c, "mean", ROLE_IN, DTYPE_FP32, N, 0, 0, 0, 0);
+    operand_add(c, "rstd", ROLE_IN, DTYPE_FP32, N, 0, 0, 0, 0);
+    if (c->s.flags & RESIDUAL) operand_add(c, "dresidual", ROLE_IN, c->act, N, C, 0, 0, 1);
+    if (c->s.flags & ALIAS) alias_with(c, "dx", "dresidual");
+    double *mean = value_of(c, "mean"), *rstd = value_of(c, "rstd");
+    reference_layernorm(NULL, mean, rstd, value_of(c, "x"), NULL, NULL, N, C);
+    for (int64_t i = 0; i < N && !c->exact; i++) { mean[i] = operand_round(DTYPE_FP32, mean[i]); rstd[i] = operand_round(DTYPE_FP32, rstd[i]); }
+}
+static void reference_layernorm_backward(KernelCase *c) {
+    const int64_t N = c->s.B * c->s.T, C = c->s.C;
+    const double *dout = value_of(c, "dout"), *x = value_of(c, "x"), *w = value_of(c, "w"), *mean = value_of(c, "mean"), *rstd = value_of(c, "rstd");
+    const double *dresidual = value_of(c, "dresidual");
+    double *dx = want_of(c, "dx"), *dw = want_of(c, "dw"), *db = want_of(c, "db");
+    for (int64_t k = 0; k < C && !(c->s.flags & ACCUMULATE); k++) dw[k] = db[k] = 0;
+    for (int64_t i = 0; i < N; i++) {
+        double g_mean = 0, gn_mean = 0;
+        for (int64_t k = i * C; k < (i + 1) * C; k++) {
+            const double n = (x[k] - mean[i]) * rstd[i], g = dout[k] * w[k - i * C];
+            g_mean += g / (double)C;
+            gn_mean += g * n / (double)C;
+            dw[k - i * C] += dout[k] * n;
+            db[k - i * C] += dout[k];
+        }
+        for (int64_t k = i * C; k < (i + 1) * C; k++) {
+            const double n = (x[k] - mean[i]) * rstd[i], g = dout[k] * w[k - i * C];
+            dx[k] = (dresidual ? dresidual[k] : 0) + rstd[i] * (g - g_mean - n * gn_mean);
+        }
+    }
+}
+static void call_layernorm_backward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(layernorm_backward, tensor_of(c, "dx"), tensor_of(c, "dw"), tensor_of(c, "db"), tensor_of(c, "dout"), tensor_of(c, "x"), tensor_of(c, "w"),
+                tensor_of(c, "mean"), tensor_of(c, "rstd"), tensor_of(c, "dresidual"), (c->s.flags & ACCUMULATE) != 0, stream);
+}
+
+static const KernelShape layernorm_shapes[] = {
+    {.B = 1, .T = 1, .C = 8},
+    {.B = 3, .T = 17, .C = 64, .flags = RESIDUAL},
+    {.B = 3, .T = 40, .C = 96, .flags = RESIDUAL | ALIAS | ACCUMULATE},
+    {.B = 1, .T = 257, .C = 768, .flags = ACCUMULATE | RESIDUAL | ALIAS},
+    {.B = 8, .T = 255, .C = 128, .flags = RESIDUAL},
+    {.B = 2, .T = 9, .C = 1600, .flags = ACCUMULATE},
+    {.B = 2, .T = 9, .C = 211, .flags = RESIDUAL | ALIAS | CPU_ONLY},
+    {.B = 1, .T = 5, .C = 7, .flags = CPU_ONLY},
+    {0},
+};
+static const KernelShape residual_layernorm_shapes[] = {
+    {.B = 1, .T = 1, .C = 8},
+    {.B = 3, .T = 17, .C = 64, .flags = ALIAS},
+    {.B = 3, .T = 40, .C = 96, .flags = ALIAS_OTHER},
+    {.B = 1, .T = 257, .C = 768},
+    {.B = 2, .T = 9, .C = 1600, .flags = ALIAS},
+    {.B = 2, .T = 9, .C = 211, .flags = ALIAS_OTHER | CPU_ONLY},
+    {0},
+};
+static const Kernel kernel_layernorm_forward = {"layernorm_forward", setup_layernorm_forward, reference_layernorm_forward, call_layernorm_forward, layernorm_shapes};
+static const Kernel kernel_residual_layernorm_forward = {"residual_layernorm_forward", setup_residual_layernorm_forward, reference_residual_layernorm_forward, call_residual_layernorm_forward, residual_layernorm_shapes};
+static const Kernel kernel_layernorm_backward = {"layernorm_backward", setup_layernorm_backward, reference_layernorm_backward, call_layernorm_backward, layernorm_shapes};
+
+// ---------------------------------------------------------------------------------------------------------------
+// GELU
+
+static double reference_gelu(double x) { return 0.5 * x * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
+static double reference_gelu_slope(double x) {
+    const double t = tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x));
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x);
+}
+
+static void setup_gelu_forward(KernelCase *c) {
+    operand_add(c, "out", ROLE_OUT, c->act, c->s.B * c->s.T, c->s.C, 0, 0, 0);
+    operand_add(c, "x", ROLE_IN, c->act, c->s.B * c->s.T, c->s.C, 0, 0, 2);
+    if (c->s.flags & ALIAS) alias_with(c, "out", "x");
+}
+static void reference_gelu_forward(KernelCase *c) {
+    for (int64_t i = 0; i < operand_find(c, "x")->n; i++) want_of(c, "out")[i] = reference_gelu(value_of(c, "x")[i]);
+}
+static void call_gelu_forward(KernelCase *c, bool backend, Stream stream) { KERNEL_CALL(gelu_forward, tensor_of(c, "out"), tensor_of(c, "x"), stream); }
+
+static void setup_gelu_backward(KernelCase *c) {
+    operand_add(c, "dx", ROLE_OUT, c->act, c->s.B * c->s.T, c->s.C, 0, 0, 0);
+    operand_add(c, "dout", ROLE_IN, c->act, c->s.B * c->s.T, c->s.C, 0, 0, 1);
+    operand_add(c, "x", ROLE_IN, c->act, c->s.B * c->s.T, c->s.C, 0, 0, 2);
+    if (c->s.flags & ALIAS) alias_with(c, "dx", "dout");
+}
+static void reference_gelu_backward(KernelCase *c) {
+    for (int64_t i = 0; i < operand_find(c, "x")->n; i++) want_of(c, "dx")[i] = value_of(c, "dout")[i] * reference_gelu_slope(value_of(c, "x")[i]);
+}
+static void call_gelu_backward(KernelCase *c, bool backend, Stream stream) { KERNEL_CALL(gelu_backward, tensor_of(c, "dx"), tensor_of(c, "dout"), tensor_of(c, "x"), stream); }
+
+static const KernelShape elementwise_shapes[] = {
+    {.B = 1, .T = 1, .C = 8},
+    {.B = 3, .T = 17, .C = 64, .flags = ALIAS},
+    {.B = 3, .T = 257, .C = 96},
+    {.B = 1, .T = 7, .C = 211, .flags = OFFSET},
+    {.B = 1, .T = 1, .C = 1, .flags = ALIAS},
+    {0},
+};
+static const Kernel kernel_gelu_forward = {"gelu_forward", setup_gelu_forward, reference_gelu_forward, call_gelu_forward, elementwise_shapes};
+static const Kernel kernel_gelu_backward = {"gelu_backward", setup_gelu_backward, reference_gelu_backward, call_gelu_backward, elementwise_shapes};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Linear layers
+
+static void setup_linear_forward(KernelCase *c) {
+    const int64_t N = c->s.B * c->s.T, C = c->s.C, OC = c->s.OC;
+    operand_add(c, "out", ROLE_OUT, c->act, N, OC, 0, 0, 0);
+    operand_add(c, "inp", ROLE_IN, c->act, N, C, 0, 0, 1);
+    operand_add(c, "w", ROLE_IN, c->act, OC, C, 0, 0, 1 / sqrt((double)C));
+    if (c->s.flags & BIAS) operand_add(c, "bias", ROLE_IN, c->act, OC, 0, 0, 0, 1);
+    if (c->s.flags & RESIDUAL) operand_add(c, "residual", ROLE_IN, c->act, N, OC, 0, 0, 1);
+    if (c->s.flags & PRE_GELU) operand_add(c, "pre_gelu", ROLE_OUT, c->act, N, OC, 0, 0, 0);
+    if (c->s.flags & ALIAS) alias_with(c, "out", "residual");
+}
+static void reference_linear_forward(KernelCase *c) {
+    const int64_t N = c->s.B * c->s.T, C = c->s.C, OC = c->s.OC;
+    const double *inp = value_of(c, "inp"), *w = value_of(c, "w"), *bias = value_of(c, "bias"), *residual = value_of(c, "residual");
+    double *out = want_of(c, "out"), *pre_gelu = want_of(c, "pre_gelu");
+    for (int64_t i = 0; i < N; i++)
+        for (int64_t o = 0; o < OC; o++) {
+            double sum = bias ? bias[o] : 0;
+            for (int64_t k = 0; k < C; k++) sum += inp[i * C + k] * w[o * C + k];
+            if (pre_gelu) pre_gelu[i * OC + o] = sum;
+            out[i * OC + o] = pre_gelu ? reference_gelu(sum) : sum + (residual ? residual[i * OC + o] : 0);
+        }
+}
+static void call_linear_forward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(linear_forward, tensor_of(c, "out"), tensor_of(c, "inp"), tensor_of(c, "w"), tensor_of(c, "bias"), tensor_of(c, "residual"), tensor_of(c, "pre_gelu"), stream);
+}
+
+static void setup_linear_backward_input(KernelCase *c) {
+    const int64_t N = c->s.B * c->s.T, C = c->s.C, OC = c->s.OC;
+    operand_add(c, "dinp", ROLE_OUT, c->act, N, C, 0, 0, 0);
+    operand_add(c, "dout", ROLE_IN, c->act, N, OC, 0, 0, 1);
+    operand_add(c, "w", ROLE_IN, c->act, OC, C, 0, 0, 1 / sqrt((double)C));
+    if (c->s.flags & PRE_GELU) operand_add(c, "pre_gelu", ROLE_IN, c->act, N, C, 0, 0, 1);
+}
+static void reference_linear_backward_input(KernelCase *c) {
+    const int64_t N = c->s.B * c->s.T, C = c->s.C, OC = c->s.OC;
+    const double *dout = value_of(c, "dout"), *w = value_of(c, "w"), *pre_gelu = value_of(c, "pre_gelu");
+    double *dinp = want_of(c, "dinp");
+    for (int64_t i = 0; i < N; i++) {
+        double *row = dinp + i * C;
+        for (int64_t k = 0; k < C; k++) row[k] = 0;
+        for (int64_t o = 0; o < OC; o++)
+            for (int64_t k = 0; k < C; k++) row[k] += dout[i * OC + o] * w[o * C + k];
+        for (int64_t k = 0; k < C && pre_gelu; k++) row[k] *= reference_gelu_slope(pre_gelu[i * C + k]);
+    }
+}
+static void call_linear_backward_input(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(linear_backward_input, tensor_of(c, "dinp"), tensor_of(c, "dout"), tensor_of(c, "w"), tensor_of(c, "pre_gelu"), stream);
+}
+
+static void setup_linear_backward_weight(KernelCase *c) {
+    const int64_t N = c->s.B * c->s.T, C = c->s.C, OC = c->s.OC;
+    const OperandRole sums = c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT;
+    operand_add(c, "dw", sums, DTYPE_FP32, OC, C, 0, 0, 1);
+    if (c->s.flags & BIAS) operand_add(c, "dbias", sums, DTYPE_FP32, OC, 0, 0, 0, 1);
+    operand_add(c, "dout", ROLE_IN, c->act, N, OC, 0, 0, 1);
+    operand_add(c, "inp", ROLE_IN, c->act, N, C, 0, 0, 1);
+}
+static void reference_linear_backward_weight(KernelCase *c) {
+    const int64_t N = c->s.B * c->s.T, C = c->s.C, OC = c->s.OC;
+    const double *dout = value_of(c, "dout"), *inp = value_of(c, "inp");
+    double *dw = want_of(c, "dw"), *dbias = want_of(c, "dbias");
+    if (!(c->s.flags & ACCUMULATE)) {
+        memset(dw, 0, (size_t)(OC * C) * 8);
+        if (dbias) memset(dbias, 0, (size_t)OC * 8);
+    }
+    for (int64_t i = 0; i < N; i++)
+        for (int64_t o = 0; o < OC; o++) {
+            for (int64_t k = 0; k < C; k++) dw[o * C + k] += dout[i * OC + o] * inp[i * C + k];
+            if (dbias) dbias[o] += dout[i * OC + o];
+        }
+}
+static void call_linear_backward_weight(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(linear_backward_weight, tensor_of(c, "dw"), tensor_of(c, "dbias"), tensor_of(c, "dout"), tensor_of(c, "inp"), (c->s.flags & ACCUMULATE) != 0, stream);
+}
+
+// N = B*T, C, OC around and across the sizes of blocks and panels of a blocked product, and much smaller.
+static const KernelShape linear_shapes[] = {
+    {.B = 1, .T = 1, .C = 8, .OC = 8, .flags = BIAS},
+    {.B = 1, .T = 64, .C = 192, .OC = 256, .flags = BIAS | PRE_GELU},
+    {.B = 3, .T = 17, .C = 96, .OC = 288, .flags = BIAS | ACCUMULATE},
+    {.B = 3, .T = 40, .C = 256, .OC = 64, .flags = BIAS | RESIDUAL | ALIAS | ACCUMULATE},
+    {.B = 1, .T = 257, .C = 520, .OC = 264, .flags = PRE_GELU | ACCUMULATE},
+    {.B = 4, .T = 255, .C = 264, .OC = 136, .flags = RESIDUAL | BIAS},
+    {.B = 1, .T = 24, .C = 1032, .OC = 40, .flags = BIAS | RESIDUAL},
+    {.B = 1, .T = 1, .C = 1, .OC = 1, .flags = BIAS | RESIDUAL | CPU_ONLY},
+    {.B = 1, .T = 7, .C = 13, .OC = 5, .flags = BIAS | PRE_GELU | ACCUMULATE | CPU_ONLY},
+    {.B = 1, .T = 33, .C = 257, .OC = 211, .flags = BIAS | RESIDUAL | ALIAS | CPU_ONLY},
+    {.B = 1, .T = 211, .C = 1, .OC = 97, .flags = ACCUMULATE | CPU_ONLY},
+    {.B = 1, .T = 1, .C = 211, .OC = 1031, .flags = PRE_GELU | CPU_ONLY},
+    {.B = 1, .T = 1031, .C = 31, .OC = 1, .flags = BIAS | CPU_ONLY},
+    {0},
+};
+static const Kernel kernel_linear_forward = {"linear_forward", setup_linear_forward, reference_linear_forward, call_linear_forward, linear_shapes};
+static const Kernel kernel_linear_backward_input = {"linear_backward_input", setup_linear_backward_input, reference_linear_backward_input, call_linear_backward_input, linear_shapes};
+static const Kernel kernel_linear_backward_weight = {"linear_backward_weight", setup_linear_backward_weight, reference_linear_backward_weight, call_linear_backward_weight, linear_shapes};
+
+static void setup_bias_backward(KernelCase *c) {
+    operand_add(c, "dbias", c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT, DTYPE_FP32, c->s.OC, 0, 0, 0, 1);
+    operand_add(c, "dout", ROLE_IN, c->act, c->s.B * c->s.T, c->s.OC, 0, 0, 1);
+}
+static void reference_bias_backward(KernelCase *c) {
+    const int64_t OC = c->s.OC;
+    double *dbias = want_of(c, "dbias");
+    for (int64_t o = 0; o < OC; o++) {
+        if (!(c->s.flags & ACCUMULATE)) dbias[o] = 0;
+        for (int64_t i = 0; i < c->s.B * c->s.T; i++) dbias[o] += value_of(c, "dout")[i * OC + o];
+    }
+}
+static void call_bias_backward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(bias_backward, tensor_of(c, "dbias"), tensor_of(c, "dout"), (c->s.flags & ACCUMULATE) != 0, stream);
+}
+static const Kernel kernel_bias_backward = {"bias_backward", setup_bias_backward, reference_bias_backward, call_bias_backward, linear_shapes};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Attention
+
+static void reference_attention(double *out, double *lse, const double *qkv, int64_t B, int64_t T, int64_t C, int64_t NH) {
+    const int64_t HS = C / NH;
+    double *p = (double *)host_alloc((size_t)T * 8);
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t h = 0; h < NH; h++) {
+            const double *q = qkv + b * T * 3 * C + h * HS, *k = q + C, *v = k + C;
+            for (int64_t t = 0; t < T; t++) {
+                double largest = -INFINITY, sum = 0;
+                for (int64_t s = 0; s <= t; s++) {
+                    p[s] = 0;
+                    for (int64_t d = 0; d < HS; d++) p[s] += q[t * 3 * C + d] * k[s * 3 * C + d] / sqrt((double)HS);
+                    if (p[s] > largest) largest = p[s];
+                }
+                for (int64_t s = 0; s <= t; s++) sum += p[s] = exp(p[s] - largest);
+                double *o = out + (b * T + t) * C + h * HS;
+                for (int64_t d = 0; d < HS; d++) o[d] = 0;
+                for (int64_t s = 0; s <= t; s++)
+                    for (int64_t d = 0; d < HS; d++) o[d] += p[s] / sum * v[s * 3 * C + d];
+                lse[(b * NH + h) * T + t] = largest + log(sum);
+            }
+        }
+    free(p);
+}
+
+// Scores of deviation 2 make a softmax that is neither flat nor a choice of one.
+#define ATTENTION_DEVIATION 1.4
+
+static void setup_attention_forward(KernelCase *c) {
+    const KernelShape s = c->s;
+    operand_add(c, "out", ROLE_OUT, c->act, s.B, s.T, s.C, 0, 0);
+    operand_add(c, "lse", ROLE_OUT, DTYPE_FP32, s.B, s.NH, s.T, 0, 0);
+    operand_add(c, "qkv", ROLE_IN, c->act, s.B, s.T, 3 * s.C, 0, ATTENTION_DEVIATION);
+}
+static void reference_attention_forward(KernelCase *c) {
+    reference_attention(want_of(c, "out"), want_of(c, "lse"), value_of(c, "qkv"), c->s.B, c->s.T, c->s.C, c->s.NH);
+}
+static void call_attention_forward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(attention_forward, tensor_of(c, "out"), tensor_of(c, "lse"), tensor_of(c, "qkv"), (int)c->s.NH, stream);
+}
+
+static void setup_attention_backward(KernelCase *c) {
+    const KernelShape s = c->s;
+    operand_add(c, "dqkv", ROLE_OUT, c->act, s.B, s.T, 3 * s.C, 0, 0);
+    operand_add(c, "dout", ROLE_IN, c->act, s.B, s.T, s.C, 0, 1);
+    operand_add(c, "qkv", ROLE_IN, c->act, s.B, s.T, 3 * s.C, 0, ATTENTION_DEVIATION);
+    Operand *out = operand_add(c, "out", ROLE_IN, c->act, s.B, s.T, s.C, 0, 0);
+    Operand *lse = operand_add(c, "lse", ROLE_IN, DTYPE_FP32, s.B, s.NH, s.T, 0, 0);
+    reference_attention(out->value, lse->value, value_of(c, "qkv"), s.B, s.T, s.C, s.NH);
+    for (int64_t i = 0; i < out->n && !c->exact; i++) out->value[i] = operand_round(out->type, out->value[i]);
+    for (int64_t i = 0; i < lse->n && !c->exact; i++) lse->value[i] = operand_round(lse->type, lse->value[i]);
+}
+static void reference_attention_backward(KernelCase *c) {
+    const int64_t B = c->s.B, T = c->s.T, C = c->s.C, NH = c->s.NH, HS = C / NH;
+    const double *dout = value_of(c, "dout"), *qkv = value_of(c, "qkv"), *out = value_of(c, "out"), *lse = value_of(c, "lse"), scale = 1 / sqrt((double)HS);
+    double *dqkv = want_of(c, "dqkv");
+    memset(dqkv, 0, (size_t)(B * T * 3 * C) * 8);
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t h = 0; h < NH; h++)
+            for (int64_t t = 0; t < T; t++) {
+                const double *q = qkv + (b * T + t) * 3 * C + h * HS, *d = dout + (b * T + t) * C + h * HS, *o = out + (b * T + t) * C + h * HS;
+                double *dq = dqkv + (q - qkv), D = 0;
+                for (int64_t i = 0; i < HS; i++) D += d[i] * o[i];
+                for (int64_t s = 0; s <= t; s++) {
+                    const double *k = qkv + (b * T + s) * 3 * C + C + h * HS, *v = k + C;
+                    double *dk = dqkv + (k - qkv), *dv = dk + C, score = 0, dp = 0;
+                    for (int64_t i = 0; i < HS; i++) {
+                        score += q[i] * k[i] * scale;
+                        dp += d[i] * v[i];
+                    }
+                    const double p = exp(score - lse[(b * NH + h) * T + t]), ds = p * (dp - D) * scale;
+                    for (int64_t i = 0; i < HS; i++) {
+                        dq[i] += ds * k[i];
+                        dk[i] += ds * q[i];
+                        dv[i] += p * d[i];
+                    }
+                }
+            }
+}
+static void call_attention_backward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(attention_backward, tensor_of(c, "dqkv"), tensor_of(c, "dout"), tensor_of(c, "qkv"), tensor_of(c, "out"), tensor_of(c, "lse"), (int)c->s.NH, stream);
+}
+
+static const KernelShape attention_shapes[] = {
+    {.B = 3, .T = 17, .C = 4 * 8, .NH = 4},
+    {.B = 1, .T = 1, .C = 2 * 32, .NH = 2},
+    {.B = 1, .T = 257, .C = 32, .NH = 1},
+    {.B = 3, .T = 40, .C = 2 * 48, .NH = 2},
+    {.B = 1, .T = 255, .C = 2 * 64, .NH = 2},
+    {.B = 1, .T = 64, .C = 3 * 80, .NH = 3},
+    {.B = 1, .T = 129, .C = 96, .NH = 1},
+    {.B = 1, .T = 65, .C = 128, .NH = 1},
+    {.B = 3, .T = 40, .C = 3 * 20, .NH = 3, .flags = CPU_ONLY},
+    {.B = 1, .T = 257, .C = 3, .NH = 3, .flags = CPU_ONLY},
+    {.B = 1, .T = 64, .C = 33, .NH = 1, .flags = CPU_ONLY},
+    {0},
+};
+static const Kernel kernel_attention_forward = {"attention_forward", setup_attention_forward, reference_attention_forward, call_attention_forward, attention_shapes};
+static const Kernel kernel_attention_backward = {"attention_backward", setup_attention_backward, reference_attention_backward, call_attention_backward, attention_shapes};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Softmax and cross-entropy
+
+#define TEST_DLOSS 0.37f
+
+static void setup_classifier(KernelCase *c) {
+    const KernelShape s = c->s;
+    operand_add(c, "logits", ROLE_INOUT, c->act, s.B, s.T, s.Vp, 0, 3);
+    operand_add(c, "losses", ROLE_OUT, DTYPE_FP32, s.B, s.T, 0, 0, 0);
+    setup_tokens(c, "targets", s.V);
+    for (int64_t i = 0; i < s.B * s.T; i += 5) if (i) value_of(c, "targets")[i] = i % 2 ? -1 : -100; // rows that are masked out
+}
+static void reference_classifier(KernelCase *c) {
+    const int64_t V = c->s.V, Vp = c->s.Vp;
+    const double *targets = value_of(c, "targets"), *logits = value_of(c, "logits");
+    double *losses = want_of(c, "losses"), *dlogits = want_of(c, "logits");
+    for (int64_t i = 0; i < c->s.B * c->s.T; i++) {
+        const double *x = logits + i * Vp;
+        double sum = 0, largest = -INFINITY;
+        for (int64_t j = 0; j < V; j++) largest = fmax(largest, x[j]);
+        for (int64_t j = 0; j < V; j++) sum += exp(x[j] - largest);
+        losses[i] = targets[i] < 0 ? 0 : log(sum) + largest - x[(int64_t)targets[i]];
+        for (int64_t j = 0; j < Vp && !(c->s.flags & NO_WRITE); j++)
+            dlogits[i * Vp + j] = targets[i] < 0 || j >= V ? 0 : (exp(x[j] - largest) / sum - (j == (int64_t)targets[i])) * (double)TEST_DLOSS;
+    }
+}
+static void call_classifier(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(classifier_forward_backward, tensor_of(c, "logits"), tensor_of(c, "losses"), ints_of(c, "targets"), c->s.V, TEST_DLOSS, !(c->s.flags & NO_WRITE), stream);
+}
+static const KernelShape classifier_shapes[] = {
+    {.B = 1, .T = 7, .V = 1, .Vp = 64},
+    {.B = 3, .T = 17, .V = 211, .Vp = 256},
+    {.B = 3, .T = 17, .V = 211, .Vp = 256, .flags = NO_WRITE},
+    {.B = 1, .T = 40, .V = 257, .Vp = 320},
+    {.B = 1, .T = 4, .V = 50257, .Vp = 50304},
+    {.B = 1, .T = 6, .V = 1000, .Vp = 1000, .flags = NO_WRITE},
+    {.B = 1, .T = 9, .V = 211, .Vp = 211, .flags = CPU_ONLY},
+    {0},
+};
+static const Kernel kernel_classifier = {"classifier_forward_backward", setup_classifier, reference_classifier, call_classifier, classifier_shapes};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Flat buffers: sums, conversions, optimizers. n = C elements.
+
+static void setup_sum(KernelCase *c) {
+    operand_add(c, "out", c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT, OPERAND_DOUBLE, 1, 0, 0, 5, 1);
+    operand_add(c, "x", ROLE_IN, DTYPE_FP32, c->s.C, 0, 0, 0.5, 1);
+}
+static void reference_sum_of(KernelCase *c, bool squares) {
+    double *out = want_of(c, "out");
+    const double *x = value_of(c, "x");
+    if (!(c->s.flags & ACCUMULATE)) *out = 0;
+    for (int64_t i = 0; i < c->s.C; i++) *out += squares ? x[i] * x[i] : x[i];
+}
+static void reference_sum(KernelCase *c) { reference_sum_of(c, false); }
+static void reference_sum_squares(KernelCase *c) { reference_sum_of(c, true); }
+static void call_sum(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(sum_to_double, (double *)operand_find(c, "out")->memory, tensor_of(c, "x"), (c->s.flags & ACCUMULATE) != 0, stream);
+}
+static void call_sum_squares(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(sum_squares_to_double, (double *)operand_find(c, "out")->memory, tensor_of(c, "x"), (c->s.flags & ACCUMULATE) != 0, stream);
+}
+static const KernelShape flat_shapes[] = {
+    {.B = 1, .C = 1},
+    {.B = 1, .C = 7, .flags = ACCUMULATE | OFFSET | DECOUPLED},
+    {.B = 1, .C = 4096, .flags = ACCUMULATE | DECOUPLED},
+    {.B = 1, .C = 100003, .flags = DECOUPLED},
+    {.B = 1, .C = 16391, .flags = OFFSET},
+    {0},
+};
+static const Kernel kernel_sum = {"sum_to_double", setup_sum, reference_sum, call_sum, flat_shapes};
+static const Kernel kernel_sum_squares = {"sum_squares_to_double", setup_sum, reference_sum_squares, call_sum_squares, flat_shapes};
+
+// From the case's element type to all three.
+static void setup_convert(KernelCase *c) {
+    operand_add(c, "x", ROLE_IN, c->act, c->s.C, 0, 0, 0, 3);
+    operand_add(c, "to fp32", ROLE_OUT, DTYPE_FP32, c->s.C, 0, 0, 0, 0);
+    operand_add(c, "to bf16", ROLE_OUT, DTYPE_BF16, c->s.C, 0, 0, 0, 0);
+    operand_add(c, "to fp16", ROLE_OUT, DTYPE_FP16, c->s.C, 0, 0, 0, 0);
+}
+static void reference_convert(KernelCase *c) {
+    for (int k = 1; k < 4; k++)
+        for (int64_t i = 0; i < c->s.C; i++) c->op[k].want[i] = operand_round(c->op[k].type, value_of(c, "x")[i]);
+}
+static void call_convert(KernelCase *c, bool backend, Stream stream) {
+    for (int k = 1; k < 4; k++) KERNEL_CALL(convert, tensor_of(c, c->op[k].name), tensor_of(c, "x"), stream);
+}
+static const Kernel kernel_convert = {"convert", setup_convert, reference_convert, call_convert, flat_shapes};
+
+static void setup_fill(KernelCase *c) { operand_add(c, "out", ROLE_OUT, c->act, c->s.C, 0, 0, 0, 0); }
+static void reference_fill(KernelCase *c) {
+    for (int64_t i = 0; i < c->s.C; i++) want_of(c, "out")[i] = operand_round(c->act, -1.7);
+}
+static void call_fill(KernelCase *c, bool backend, Stream stream) { KERNEL_CALL(fill, tensor_of(c, "out"), -1.7f, stream); }
+static const Kernel kernel_fill = {"fill", setup_fill, reference_fill, call_fill, flat_shapes};
+
+// Optimizers make OPTIMIZER_STEPS updates with one gradient, scaled differently each time.
+enum { OPTIMIZER_STEPS = 4 };
+static float optimizer_grad_scale(int step) { return step == 2 ? -0.5f : 0.25f + 0.5f * (float)step; }
+
+static void setup_optimizer(KernelCase *c, int states) {
+    operand_add(c, "master", ROLE_INOUT, DTYPE_FP32, c->s.C, 0, 0, 0, 1);
+    operand_add(c, "param", ROLE_OUT, c->act, c->s.C, 0, 0, 0, 0);
+    operand_add(c, "grad", ROLE_IN, DTYPE_FP32, c->s.C, 0, 0, 0, 0.5);
+    if (states > 0) operand_add(c, "m", ROLE_INOUT, DTYPE_FP32, c->s.C, 0, 0, 0, 0.1);
+    if (states > 1) {
+        Operand *v = operand_add(c, "v", ROLE_INOUT, DTYPE_FP32, c->s.C, 0, 0, 0, 0.1);
+        for (int64_t i = 0; i < v->n; i++) v->value[i] = fabs(v->value[i]);
+    }
+    if (c->act == DTYPE_FP32) alias_with(c, "param", "master");
+}
+
+static AdamWArgs adamw_args(const KernelCase *c, int step) {
+    AdamWArgs a = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1, optimizer_grad_scale(step), (c->s.flags & DECOUPLED) != 0};
+    if (!(c->s.flags & NO_CORRECTION)) {
+        a.bias_correction1 = (float)(1 - pow(0.9, step + 1));
+        a.bias_correction2 = (float)(1 - pow(0.95, step + 1));
+    }
+    return a;
+}
+static void setup_adamw(KernelCase *c) { setup_optimizer(c, 2); }
+static void reference_adamw(KernelCase *c) {
+    double *w = want_of(c, "master"), *m = want_of(c, "m"), *v = want_of(c, "v");
+    for (int step = 0; step < OPTIMIZER_STEPS; step++) {
+        const AdamWArgs a = adamw_args(c, step);
+        const double lr = (double)a.lr, b1 = (double)a.beta1, b2 = (double)a.beta2, wd = (double)a.weight_decay;
+        for (int64_t i = 0; i < c->s.C; i++) {
+            double g = value_of(c, "grad")[i] * (double)a.grad_scale;
+            if (a.decoupled_decay) w[i] -= lr * wd * w[i];
+            else g += wd * w[i];
+            m[i] = b1 * m[i] + (1 - b1) * g;
+            v[i] = b2 * v[i] + (1 - b2) * g * g;
+            w[i] -= lr * (m[i] / (double)a.bias_correction1) / (sqrt(v[i] / (double)a.bias_correction2) + (double)a.eps);
+        }
+    }
+    for (int64_t i = 0; i < c->s.C; i++) want_of(c, "param")[i] = operand_round(c->act, w[i]);
+}
+static void call_adamw(KernelCase *c, bool backend, Stream stream) {
+    for (int step = 0; step < OPTIMIZER_STEPS; step++)
+        KERNEL_CALL(adamw_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), tensor_of(c, "v"), adamw_args(c, step), stream);
+}
+
+static LionArgs lion_args(int step) { return {0.01f, 0.9f, 0.99f, 0.1f, optimizer_grad_scale(step)}; }
+static void setup_lion(KernelCase *c) { setup_optimizer(c, 1); }
+static void reference_lion(KernelCase *c) {
+    double *w = want_of(c, "master"), *m = want_of(c, "m");
+    for (int step = 0; step < OPTIMIZER_STEPS; step++) {
+        const LionArgs a = lion_args(step);
+        for (int64_t i = 0; i < c->s.C; i++) {
+            const double g = value_of(c, "grad")[i] * (double)a.grad_scale, direction = (double)a.beta1 * m[i] + (1 - (double)a.beta1) * g;
+            w[i] -= (double)a.lr * (double)a.weight_decay * w[i];
+            w[i] -= (double)a.lr * (direction > 0 ? 1 : direction < 0 ? -1 : 0);
+            m[i] = (double)a.beta2 * m[i] + (1 - (double)a.beta2) * g;
+        }
+    }
+    for (int64_t i = 0; i < c->s.C; i++) want_of(c, "param")[i] = operand_round(c->act, w[i]);
+}
+static void call_lion(KernelCase *c, bool backend, Stream stream) {
+    for (int step = 0; step < OPTIMIZER_STEPS; step++)
+        KERNEL_CALL(lion_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), lion_args(step), stream);
+}
+
+static SgdArgs sgd_args(const KernelCase *c, int step) {
+    return {0.05f, c->s.flags & MOMENTUM ? 0.9f : 0.0f, c->s.flags & NESTEROV ? 0.0f : 0.2f, 0.1f, optimizer_grad_scale(step), (c->s.flags & NESTEROV) != 0, step == 0};
+}
+static void setup_sgd(KernelCase *c) {
+    setup_optimizer(c, c->s.flags & MOMENTUM ? 1 : 0);
+    for (int64_t i = 0; i < c->s.C && c->s.flags & MOMENTUM; i++) value_of(c, "m")[i] = NAN; // the first update must not read it
+}
+static void reference_sgd(KernelCase *c) {
+    double *w = want_of(c, "master"), *m = want_of(c, "m");
+    for (int step = 0; step < OPTIMIZER_STEPS; step++) {
+        const SgdArgs a = sgd_args(c, step);
+        for (int64_t i = 0; i < c->s.C; i++) {
+            double g = value_of(c, "grad")[i] * (double)a.grad_scale + (double)a.weight_decay * w[i];
+            if (m) {
+                m[i] = a.first_update ? g : (double)a.momentum * m[i] + (1 - (double)a.dampening) * g;
+                g = a.nesterov ? g + (double)a.momentum * m[i] : m[i];
+            }
+            w[i] -= (double)a.lr * g;
+        }
+    }
+    for (int64_t i = 0; i < c->s.C; i++) want_of(c, "param")[i] = operand_round(c->act, w[i]);
+}
+static void call_sgd(KernelCase *c, bool backend, Stream stream) {
+    for (int step = 0; step < OPTIMIZER_STEPS; step++)
+        KERNEL_CALL(sgd_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), sgd_args(c, step), stream);
+}
+static const KernelShape optimizer_shapes[] = {
+    {.B = 1, .C = 1},
+    {.B = 1, .C = 7, .flags = OFFSET | DECOUPLED | MOMENTUM},
+    {.B = 1, .C = 4096, .flags = NO_CORRECTION | DECOUPLED | MOMENTUM | NESTEROV},
+    {.B = 1, .C = 16391, .flags = OFFSET | MOMENTUM | NESTEROV},
+    {.B = 1, .C = 50000, .flags = DECOUPLED},
+    {0},
+};
+static const Kernel kernel_adamw = {"adamw_update", setup_adamw, reference_adamw, call_adamw, optimizer_shapes};
+static const Kernel kernel_lion = {"lion_update", setup_lion, reference_lion, call_lion, optimizer_shapes};
+static const Kernel kernel_sgd = {"sgd_update", setup_sgd, reference_sgd, call_sgd, optimizer_shapes};
+
+// ---------------------------------------------------------------------------------------------------------------
+// Backward references against central finite differences of the forward references, all in double: with h = 1e-5 and values
+// of order 1 the truncation is of order 1e-10 and the rounding of order 1e-10, so 1e-7 of the largest slope leaves room.
+
+enum { SLOPE_SAMPLES = 60 };
+
+// Loss of a forward case: the sum of out * dout (of the losses, where those are the result).
+static double forward_loss(const Kernel *forward, KernelCase *f, const double *dout) {
+    forward->reference(f);
+    Operand *out = operand_find(f, dout ? "out" : "losses");
+    double loss = 0;
+    for (int64_t i = 0; i < out->n; i++) loss += out->want[i] * (dout ? dout[i] : (double)TEST_DLOSS);
+    return loss;
+}
+
+// The slopes that the backward case b has for `gradient`, against differences of f's loss over `input`.
+static void check_slopes(Test *t, const Kernel *forward, KernelCase *f, KernelCase *b, const char *input, const char *gradient) {
+    const double h = 1e-5, *dout = value_of(b, "dout");
+    double *x = value_of(f, input), *slope = want_of(b, gradient), largest = 0;
+    const int64_t n = operand_find(f, input)->n;
+    for (int64_t i = 0; i < n; i++) largest = fmax(largest, fabs(slope[i]));
+    for (int64_t k = 0; k < min_i64(n, SLOPE_SAMPLES); k++) {
+        const int64_t i = n <= SLOPE_SAMPLES ? k : (int64_t)(rng_uniform(7, text_hash(gradient), (uint64_t)k) * (double)n);
+        const double kept = x[i];
+        x[i] = kept + h;
+        const double above = forward_loss(forward, f, dout);
+        x[i] = kept - h;
+        const double below = forward_loss(forward, f, dout);
+        x[i] = kept;
+        char what[96];
+        snprintf(what, sizeof what, "%s %s[%" PRId64 "]", forward->name, gradient, i);
+        expect_near(t, what, slope[i], (above - below) / (2 * h), 1e-7 * largest);
+    }
+}
+
+static void check_backward(Test *t, const Kernel *forward, const Kernel *backward, KernelShape s, const char *const *pairs) {
+    KernelCase *f = case_make(forward, s, DTYPE_FP32, true), *b = case_make(backward, s, DTYPE_FP32, true);
+    backward->reference(b);
+    for (; *pairs; pairs += 2) check_slopes(t, forward, f, b, pairs[0], pairs[1]);
+    case_free(f);
+    case_free(b);
+}
+
+static void test_references(Test *t) {
+    const char *const embedding[] = {"wte", "dwte", "wpe", "dwpe", NULL}, *const norm[] = {"x", "dx", "w", "dw", "b", "db", NULL};
+    const char *const linear_input[] = {"inp", "dinp", NULL}, *const linear_weight[] = {"w", "dw", "bias", "dbias", NULL};
+    const char *const gelu_pair[] = {"x", "dx", NULL}, *const attention[] = {"qkv", "dqkv", NULL}, *const classifier[] = {"logits", "logits", NULL};
+    check_backward(t, &kernel_embedding_forward, &kernel_embedding_backward, {.B = 3, .T = 5, .C = 4, .V = 6, .Vp = 7}, embedding);
+    check_backward(t, &kernel_layernorm_forward, &kernel_layernorm_backward, {.B = 1, .T = 5, .C = 9}, norm);
+    check_backward(t, &kernel_gelu_forward, &kernel_gelu_backward, {.B = 1, .T = 5, .C = 9}, gelu_pair);
+    check_backward(t, &kernel_linear_forward, &kernel_linear_backward_input, {.B = 1, .T = 5, .C = 7, .OC = 4}, linear_input);
+    check_backward(t, &kernel_linear_forward, &kernel_linear_backward_weight, {.B = 1, .T = 5, .C = 7, .OC = 4, .flags = BIAS}, linear_weight);
+    check_backward(t, &kernel_attention_forward, &kernel_attention_backward, {.B = 2, .T = 6, .C = 10, .NH = 2}, attention);
+    check_backward(t, &kernel_attention_forward, &kernel_attention_backward, {.B = 1, .T = 40, .C = 8, .NH = 1}, attention);
+    check_backward(t, &kernel_classifier, &kernel_classifier, {.B = 2, .T = 4, .V = 5, .Vp = 7}, classifier);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Special values
+
+// Errors of the CPU's exponential and GELU over their range, against the C library in double.
+static void test_vector_math(Test *t) {
+    double worst_exp = 0, worst_gelu = 0, worst_slope = 0;
+    int64_t n = 0;
+    for (float x = -87.3f; x < 88.7f; x += 0.0007f, n++) worst_exp = fmax(worst_exp, fabs((double)exp_fast(x) / exp((double)x) - 1));
+    for (float x = -9.0f; x < 9.0f; x += 0.0001f, n++) {
+        const double want = (double)x / (1 + exp(-2 * sqrt(2 / M_PI) * ((double)x + 0.044715 * pow((double)x, 3)))); // no cancellation
+        if (fabsf(x) > 1e-6f) worst_gelu = fmax(worst_gelu, fabs((double)gelu(x) / want - 1) * (x < -3.0f ? 0.1 : 1));
+        worst_slope = fmax(worst_slope, fabs((double)gelu_derivative(x) - reference_gelu_slope((double)x)));
+    }
+    t->compared += n;
+    // exp: half an ulp each from the last multiplication and addition (1.2e-7), and a little from the polynomial.
+    expect_near(t, "relative error of exp_fast", worst_exp, 0, 1.5e-7);
+    // GELU: the error of the exponent enters as such; below -3 the exponent is large, and so is the relative error (but not the value).
+    expect_near(t, "relative error of gelu", worst_gelu, 0, 1.2e-6);
+    expect_near(t, "error of gelu_derivative", worst_slope, 0, 5e-7);
+    expect_true(t, exp_fast(-INFINITY) == 0 && exp_fast(-1e30f) == 0 && exp_fast(-1e7f) == 0 && exp_fast(-88.0f) == 0, "exp_fast far below is not 0");
+    expect_true(t, exp_fast(0.0f) == 1, "exp_fast(0) is %.9g", (double)exp_fast(0.0f));
+    expect_true(t, exp_fast(1e9f) > 3e38f && exp_fast(INFINITY) > 3e38f && exp_fast(INFINITY) < INFINITY, "exp_fast far above is %g", (double)exp_fast(1e9f));
+    expect_true(t, isnan(exp_fast(NAN)) && isnan(gelu(NAN)) && isnan(gelu_derivative(NAN)), "NaN is lost");
+    expect_true(t, gelu(-1e30f) <= 0 && gelu(-1e30f) > -1e-7f && gelu(1e30f) == 1e30f, "gelu far out is %g, %g", (double)gelu(-1e30f), (double)gelu(1e30f));
+}
+
+// One kernel on operands given as bytes: copies them to the backend's memory, calls, and copies back.
+typedef struct {
+    void *bytes, *memory;
+    int64_t n_bytes;
+} RawOperand;
+static void raw_run(void (*call)(RawOperand *op, bool backend, Stream s), RawOperand *op, int n, bool backend) {
+    Stream s = stream_create();
+    for (int i = 0; i < n; i++) {
+        op[i].memory = op[i].bytes;
+        if (!backend) continue;
+        op[i].memory = device_malloc(op[i].n_bytes);
+        device_copy(op[i].memory, op[i].bytes, op[i].n_bytes, COPY_TO_DEVICE, s);
+    }
+    call(op, backend, s);
+    for (int i = 0; i < n && backend; i++) device_copy(op[i].bytes, op[i].memory, op[i].n_bytes, COPY_TO_HOST, s);
+    stream_sync(s);
+    for (int i = 0; i < n && backend; i++) device_free(op[i].memory);
+    stream_destroy(s);
+}
+
+static void call_sum_squares_raw(RawOperand *op, bool backend, Stream s) {
+    KERNEL_CALL(sum_squares_to_double, (double *)op[0].memory, tensor1(op[1].memory, DTYPE_FP32, op[1].n_bytes / 4), false, s);
+}
+// One bad element, anywhere, must show in the norm; and squares beyond fp32 must not overflow.
+static void test_sum_squares_special(Test *t) {
+    enum { N = 40001 };
+    static float x[N];
+    static const int place[] = {0, 1, 16383, 16384, N - 1};
+    for (int backend = 0; backend < 2; backend++)
+        for (int p = 0; p < 5; p++)
+            for (int kind = 0; kind < 4; kind++) {
+                double sum = -1;
+                for (int i = 0; i < N; i++) x[i] = 0.5f;
+                x[place[p]] = kind == 0 ? NAN : kind == 1 ? INFINITY : kind == 2 ? -INFINITY : 3e30f;
+                RawOperand op[2] = {{&sum, NULL, 8}, {x, NULL, sizeof x}};
+                raw_run(call_sum_squares_raw, op, 2, backend);
+                const bool right = kind == 0 ? isnan(sum) : kind < 3 ? isinf(sum) && sum > 0 : fabs(sum / 9e60 - 1) < 1e-6;
+                expect_true(t, right, "sum of squares with %g at %d is %g", (double)x[place[p]], place[p], sum);
+            }
+}
+
+// x rounded to `bits` bits of mantissa, smallest exponent e_min, largest value max: computed in double with nearbyint.
+static double reference_round_bits(double x, int bits, int e_min, double max) {
+    if (isnan(x) || isinf(x) || x == 0) return x;
+    const double q = ldexp(1, (ilogb(x) < e_min ? e_min : ilogb(x)) - (bits - 1)), r = nearbyint(x / q) * q;
+    return fabs(r) > max ? copysign(INFINITY, x) : r;
+}
+
+static void call_convert_raw(RawOperand *op, bool backend, Stream s) {
+    const int64_t n = op[0].n_bytes / 4;
+    Tensor x = tensor1(op[0].memory, DTYPE_FP32, n), bf16 = tensor1(op[1].memory, DTYPE_BF16, n), fp16 = tensor1(op[2].memory, DTYPE_FP16, n);
+    KERNEL_CALL(convert, bf16, x, s);
+    KERNEL_CALL(convert, fp16, x, s);
+    KERNEL_CALL(convert, tensor1(op[3].memory, DTYPE_FP32, n), bf16, s);
+    KERNEL_CALL(convert, tensor1(op[4].memory, DTYPE_FP32, n), fp16, s);
+}
+// fp32 values of all magnitudes, ties, overflows, subnormals, NaN and infinity: to 16 bits and back, against rounding in double.
+static void test_convert_special(Test *t) {
+    enum { N = 3 << 16 };
+    float *x = (float *)host_alloc(N * 4), *from_bf16 = (float *)host_alloc(N * 4), *from_fp16 = (float *)host_alloc(N * 4);
+    uint16_t *bf16 = (uint16_t *)host_alloc(N * 2), *fp16 = (uint16_t *)host_alloc(N * 2);
+    for (uint32_t i = 0; i < 1 << 16; i++) {
+        uint32_t random = (uint32_t)rng_bits(9, 9, i), tie = i << 16 | 0x8000u; // halfway between neighbours of bf16
+        memcpy(x + 3 * i, &random, 4);
+        memcpy(x + 3 * i + 1, &tie, 4);
+        const float a = fp16_to_float((uint16_t)i), b = fp16_to_float((uint16_t)(i + 1)); // halfway between neighbours of fp16
+        x[3 * i + 2] = (i & 0x7fff) < 0x7bff ? 0.5f * (a + b) : (i & 0x7fff) == 0x7bff ? copysignf(65520.0f, a) : a;
+    }
+    for (int backend = 0; backend < 2; backend++) {
+        RawOperand op[5] = {{x, NULL, N * 4}, {bf16, NULL, N * 2}, {fp16, NULL, N * 2}, {from_bf16, NULL, N * 4}, {from_fp16, NULL, N * 4}};
+        raw_run(call_convert_raw, op, 5, backend);
+        int64_t wrong_bf16 = 0, wrong_fp16 = 0, example = 0;
+        for (int64_t i = 0; i < N; i++) {
+            const double want_bf16 = reference_round_bits((double)x[i], 8, -126, 0x1.fep127), want_fp16 = reference_round_bits((double)x[i], 11, -14, 65504);
+            const bool good_bf16 = isnan(x[i]) ? isnan(from_bf16[i]) != 0 : (double)from_bf16[i] == want_bf16 && signbit(from_bf16[i]) == signbit(x[i]);
+            const bool good_fp16 = isnan(x[i]) ? isnan(from_fp16[i]) != 0 : (double)from_fp16[i] == want_fp16 && signbit(from_fp16[i]) == signbit(x[i]);
+            wrong_bf16 += !good_bf16;
+            wrong_fp16 += !good_fp16;
+            if (!good_bf16 || !good_fp16) example = i;
+        }
+        t->compared += 2 * N;
+        expect_true(t, wrong_bf16 + wrong_fp16 == 0, "%" PRId64 " wrong bf16, %" PRId64 " wrong fp16, such as %.9g -> %.9g, %.9g",
+                    wrong_bf16, wrong_fp16, (double)x[example], (double)from_bf16[example], (double)from_fp16[example]);
+    }
+    free(x);
+    free(from_bf16);
+    free(from_fp16);
+    free(bf16);
+    free(fp16);
+}
+
+static void call_classifier_raw(RawOperand *op, bool backend, Stream s) {
+    KERNEL_CALL(classifier_forward_backward, tensor2(op[0].memory, DTYPE_FP32, 4, 64), tensor1(op[1].memory, DTYPE_FP32, 4), (const int32_t *)op[2].memory, 63, 1.0f, true, s);
+}
+// Logits whose exponentials overflow and underflow, equal logits, and a NaN, which must reach the loss.
+static void test_classifier_special(Test *t) {
+    for (int backend = 0; backend < 2; backend++) {
+        float logits[4][64], losses[4];
+        int32_t targets[4] = {3, 5, 0, 1};
+        for (int j = 0; j < 64; j++) {
+            logits[0][j] = j == 3 ? 30000.0f : -30000.0f;
+            logits[1][j] = j == 3 ? 30000.0f : -30000.0f;
+            logits[2][j] = -1e30f;
+            logits[3][j] = j == 62 ? NAN : 0.0f;
+        }
+        RawOperand op[3] = {{logits, NULL, sizeof logits}, {losses, NULL, sizeof losses}, {targets, NULL, sizeof targets}};
+        raw_run(call_classifier_raw, op, 3, backend);
+        expect_near(t, "loss of a certain and right row", (double)losses[0], 0, 0);
+        expect_near(t, "loss of a certain and wrong row", (double)losses[1], 60000, 0);
+        // adding log(63) to a logit of -1e30 and taking it away again may leave 0
+        expect_true(t, losses[2] >= 0 && losses[2] <= 4.2f, "loss of a row of equal logits is %g", (double)losses[2]);
+        expect_true(t, isnan(losses[3]), "loss of a row with a NaN is %g", (double)losses[3]);
+        expect_near(t, "gradient of a certain and right row", (double)logits[0][3], 0, 0);
+        expect_near(t, "gradient at the wrong choice", (double)logits[1][3], 1, 1e-6);
+        expect_near(t, "gradient at the target", (double)logits[1][5], -1, 1e-6);
+        expect_near(t, "gradient of equal logits", (double)logits[2][62], 1.0 / 63, 1e-8);
+        expect_near(t, "gradient in the padding", (double)logits[2][63], 0, 0);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The device, and what kernels refuse
+
+static void test_device_memory(Test *t) {
+    const DeviceInfo info = device_info();
+    expect_true(t, info.name[0] != 0 && info.memory_bytes > 0 && info.threads > 0, "device \"%s\", %" PRId64 " bytes, %d threads", info.name, info.memory_bytes, info.threads);
+    expect_true(t, device_free_bytes() > 0 && device_free_bytes() <= info.memory_bytes, "%" PRId64 " bytes free of %" PRId64, device_free_bytes(), info.memory_bytes);
+    const int64_t before = device_allocated_bytes();
+    Stream s = stream_create();
+    Event from = event_create(), to = event_create();
+    unsigned char out[1000], back[1000];
+    for (int i = 0; i < 1000; i++) { out[i] = (unsigned char)(i * 7); back[i] = 0; }
+    void *a = device_malloc(1000), *b = device_malloc(1), *c = device_malloc(0);
+    expect_true(t, (uintptr_t)a % 256 == 0 && (uintptr_t)b % 256 == 0 && c != NULL, "addresses %p, %p, %p", a, b, c);
+    expect_equal_i64(t, "allocated bytes", device_allocated_bytes() - before >= 1001, 1);
+    event_record(from, s);
+    device_copy(a, out, 1000, COPY_TO_DEVICE, s);
+    device_memset(a, 0x5a, 10, s);
+    device_copy(back, a, 1000, COPY_TO_HOST, s);
+    event_record(to, s);
+    stream_wait_event(s, to);
+    event_sync(to);
+    memset(out, 0x5a, 10);
+    expect_same_bytes(t, "copy to the device and back", back, out, 1000);
+    const double ms = event_elapsed_ms(from, to);
+    expect_true(t, ms >= 0 && ms < 10000, "%g ms between events", ms);
+    device_free(a);
+    device_free(b);
+    device_free(c);
+    device_free(NULL);
+    expect_equal_i64(t, "allocated bytes after freeing", device_allocated_bytes(), before);
+    event_destroy(from);
+    event_destroy(to);
+    stream_destroy(s);
+}
+
+static void die_of_token(void *arg) {
+    (void)arg;
+    float x[16] = {0};
+    int32_t tokens[2] = {1, 4};
+    cpu::embedding_forward(tensor3(x, DTYPE_FP32, 1, 2, 2), tokens, tensor2(x + 4, DTYPE_FP32, 4, 2), tensor2(x + 12, DTYPE_FP32, 2, 2), NULL);
+}
+static void die_of_target(void *arg) {
+    (void)arg;
+    float x[8] = {0};
+    int32_t target = 4;
+    cpu::classifier_forward_backward(tensor2(x, DTYPE_FP32, 1, 5), tensor1(x + 5, DTYPE_FP32, 1), &target, 4, 1.0f, true, NULL);
+}
+static void die_of_shape(void *arg) {
+    (void)arg;
+    float x[16] = {0};
+    cpu::gelu_forward(tensor2(x, DTYPE_FP32, 2, 2), tensor2(x + 8, DTYPE_FP32, 2, 3), NULL);
+}
+static void die_of_dtype(void *arg) {
+    (void)arg;
+    float x[16] = {0};
+    cpu::gelu_forward(tensor2(x, DTYPE_FP32, 2, 2), tensor2(x + 8, DTYPE_BF16, 2, 2), NULL);
+}
+static void die_of_memory(void *arg) {
+    (void)arg;
+    device_malloc((int64_t)1 << 50);
+}
+static void test_refusals(Test *t) {
+    expect_dies(t, EXIT_INTERNAL, "token 4 at 1 of a vocabulary of 4", die_of_token, NULL);
+    expect_dies(t, EXIT_INTERNAL, "target 4 at 0 of a vocabulary of 4", die_of_target, NULL);
+    expect_dies(t, EXIT_INTERNAL, "gelu_forward: out has 2 rows of 2", die_of_shape, NULL);
+    expect_dies(t, EXIT_INTERNAL, "gelu_forward: out is fp32, wanted bf16", die_of_dtype, NULL);
+    if (!KERNELS_ON_GPU) expect_dies(t, EXIT_CONFIG, "out of memory: 1125899.91 GB", die_of_memory, NULL);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+
+#define KERNEL_TESTS(kernel)                                                                                           \
+    static void test_cpu_##kernel(Test *t) { kernel_test_cpu(t, &kernel_##kernel); }                                   \
+    static void test_gpu_##kernel(Test *t) { kernel_test_gpu(t, &kernel_##kernel); }
+#define KERNEL_TEST_ROWS(kernel) {"cpu_" #kernel, test_cpu_##kernel}, {"gpu_" #kernel, test_gpu_##kernel}
+
+KERNEL_TESTS(embedding_forward)
+KERNEL_TESTS(embedding_backward)
+KERNEL_TESTS(layernorm_forward)
+KERNEL_TESTS(residual_layernorm_forward)
+KERNEL_TESTS(layernorm_backward)
+KERNEL_TESTS(gelu_forward)
+KERNEL_TESTS(gelu_backward)
+KERNEL_TESTS(linear_forward)
+KERNEL_TESTS(linear_backward_input)
+KERNEL_TESTS(linear_backward_weight)
+KERNEL_TESTS(bias_backward)
+KERNEL_TESTS(attention_forward)
+KERNEL_TESTS(attention_backward)
+KERNEL_TESTS(classifier)
+KERNEL_TESTS(sum)
+KERNEL_TESTS(sum_squares)
+KERNEL_TESTS(convert)
+KERNEL_TESTS(fill)
+KERNEL_TESTS(adamw)
+KERNEL_TESTS(lion)
+KERNEL_TESTS(sgd)
+
+static const TestRow kernel_tests[] = {
+    {"device_memory", test_device_memory},
+    {"refusals", test_refusals},
+    {"references", test_references},
+    {"vector_math", test_vector_math},
+    KERNEL_TEST_ROWS(embedding_forward),
+    KERNEL_TEST_ROWS(embedding_backward),
+    KERNEL_TEST_ROWS(layernorm_forward),
+    KERNEL_TEST_ROWS(residual_layernorm_forward),
+    KERNEL_TEST_ROWS(layernorm_backward),
+    KERNEL_TEST_ROWS(gelu_forward),
+    KERNEL_TEST_ROWS(gelu_backward),
+    KERNEL_TEST_ROWS(linear_forward),
+    KERNEL_TEST_ROWS(linear_backward_input),
+    KERNEL_TEST_ROWS(linear_backward_weight),
+    KERNEL_TEST_ROWS(bias_backward),
+    KERNEL_TEST_ROWS(attention_forward),
+    KERNEL_TEST_ROWS(attention_backward),
+    KERNEL_TEST_ROWS(classifier),
+    KERNEL_TEST_ROWS(sum),
+    KERNEL_TEST_ROWS(sum_squares),
+    KERNEL_TEST_ROWS(convert),
+    KERNEL_TEST_ROWS(fill),
+    KERNEL_TEST_ROWS(adamw),
+    KERNEL_TEST_ROWS(lion),
+    KERNEL_TEST_ROWS(sgd),
+    {"sum_squares_special", test_sum_squares_special},
+    {"convert_special", test_convert_special},
+    {"classifier_special", test_classifier_special},
+    {NULL, NULL},
+};
