@@ -373,18 +373,28 @@ static int32_t sample_token(const void *logits, DType dtype, int64_t V, double a
     return (int32_t)(V - 1);
 }
 
+// Tokens of a prompt, at most one a byte; dies when the vocabulary cannot say it.
+static int64_t prompt_encode(const Trainer *t, const char *prompt, int32_t *tokens) {
+    int64_t n = tokenizer_encode(&t->tokenizer, prompt, (int64_t)strlen(prompt), tokens);
+    if (n < 0)
+        die(EXIT_CONFIG, "the prompt cannot be written in this model's vocabulary of %" PRId64 " tokens, from byte %" PRId64 " on; give the tokens' strings with train_gpt.data.tokenizer=FILE, or leave the prompt empty",
+            t->model.V, -1 - n);
+    return n;
+}
+
 // Continues the prompt by n tokens and prints both. The text is a function of (weights, prompt, seed). Each token is a
 // forward pass over the text so far, its length rounded up; beyond the model's positions the older half is forgotten.
 static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t seed) {
     int64_t T = t->cfg->run.seq_len, row_bytes = t->model.Vp * dtype_bytes(t->model.dtype);
-    int64_t room = (int64_t)strlen(prompt) + 1;
-    int32_t *text = (int32_t *)host_alloc((size_t)(room + T) * 4);
+    int64_t prompt_bytes = (int64_t)strlen(prompt);
+    int32_t *text = (int32_t *)host_alloc((size_t)(prompt_bytes + 1 + T) * 4);
     void *logits = host_alloc((size_t)row_bytes);
-    int64_t length = tokenizer_encode(&t->tokenizer, prompt, text, room);
-    if (length == 0) text[length++] = t->tokenizer.start_token;
+    TokenText shown = {NULL, 0, 0}; // what is decoded and not printed yet
+    int64_t length = prompt_encode(t, prompt, text);
+    for (int64_t i = 0; i < length; i++) tokenizer_decode_append(&t->tokenizer, text[i], &shown);
+    if (length == 0) text[length++] = t->tokenizer.end_of_text >= 0 ? t->tokenizer.end_of_text : (int32_t)min_i64('\n', t->model.V - 1);
     ActSlot *a = &t->acts.slot[0];
     a->mode = FORWARD_LOGITS;
-    tokenizer_print(&t->tokenizer, text, length);
     int64_t from = max_i64(0, length - T); // the window starts here
     memmove(text, text + from, (size_t)(length - from) * 4);
     length -= from;
@@ -402,10 +412,15 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
         device_copy(logits, (char *)head.act[ACT_LOGITS].data + (length - 1) * row_bytes, row_bytes, COPY_TO_HOST, t->stream);
         stream_sync(t->stream);
         text[length] = sample_token(logits, t->model.dtype, t->model.V, rng_uniform(seed, text_hash("sample"), (uint64_t)k));
-        tokenizer_print(&t->tokenizer, &text[length++], 1);
+        tokenizer_decode_append(&t->tokenizer, text[length++], &shown);
+        int64_t printed = tokenizer_print(stdout, shown.data, shown.length, k + 1 < n); // all but a character that is not whole yet
+        memmove(shown.data, shown.data + printed, (size_t)(shown.length - printed));
+        shown.length -= printed;
+        fflush(stdout);
     }
     putchar('\n');
     fflush(stdout);
+    free(shown.data);
     free(text);
     free(logits);
 }
@@ -493,6 +508,11 @@ static void train(Trainer *t) {
     if (trainer_load(t)) saved_at = t->step;
     else trainer_init_weights(t);
     t->start_step = t->step;
+    if (run->sample_every > 0) { // a prompt that cannot be encoded is refused now, not at the first sample
+        int32_t *tokens = (int32_t *)host_alloc((strlen(run->sample_prompt) + 1) * 4);
+        prompt_encode(t, run->sample_prompt, tokens);
+        free(tokens);
+    }
     double start = clock_seconds();
     metrics_log(&t->metrics, "{\"event\":\"start\",\"at_step\":%" PRId64 ",\"parameters\":%" PRId64 ",\"seed\":%" PRId64 "}", t->step, table_param_count(&t->model.table), run->seed);
     if (t->step >= run->steps) note("train_gpt.run.steps = %" PRId64 ": step %" PRId64 " is reached already; raise it to go on", run->steps, t->step);
