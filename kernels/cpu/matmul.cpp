@@ -1,7 +1,160 @@
-// matmul.cpp - the three matrix products of a linear layer.
+// matmul.cpp - the three matrix products of a linear layer, as one blocked product C = A B with epilogues.
+//
+// Blocks: K is cut into pieces of BLOCK_K, so that a panel of B (BLOCK_K x TILE_COLUMNS) stays in the L1 cache while the
+// panels of A pass by; rows and columns are cut into pieces that bound the packed copies. For each block the threads
+// together pack A into panels [k][TILE_ROWS] and B into panels [k][TILE_COLUMNS] (conversion from 16 bits happens
+// there), then share the tiles. Until the last piece of K, tiles are kept as they are in a buffer; then the epilogue turns
+// them into results, while they are in the L1 cache.
+#include "tile.h"
 #include "vector_math.h"
 
 namespace cpu {
+
+enum {
+    BLOCK_K = 256,
+    BLOCK_M = 4096 / TILE_ROWS * TILE_ROWS,   // rows packed at a time
+    BLOCK_N = 1024,                           // columns packed at a time
+    TASK_M = 96 / TILE_ROWS * TILE_ROWS,      // most rows and columns of a thread's piece of work: its part of A stays in L2
+    TASK_N = 256,
+    PACK_M = TASK_M, PACK_N = 64,             // lines that a thread packs at a time
+    PACK_SCRATCH = TILE_COLUMNS * BLOCK_K,
+    SERIAL_FMAS = 1 << 18,                    // products smaller than this stay on the calling thread
+};
+
+// One factor: element (line, k) of A, or (k, line) of B, is element line*line_stride + k*k_stride of t. One stride is 1.
+typedef struct {
+    Tensor t;
+    int64_t line_stride, k_stride, lines;
+} Factor;
+
+// What becomes of a finished row piece x of C, in this order; tensors whose data is null are skipped.
+typedef struct {
+    Tensor out;         // (M,N): the result
+    Tensor bias;        // (N): x += bias
+    Tensor pre_gelu;    // (M,N): pre_gelu = x, x = gelu(x)
+    Tensor residual;    // (M,N): x += residual
+    Tensor gelu_input;  // (M,N): x *= gelu'(gelu_input)
+    bool accumulate;    // x += out
+} Epilogue;
+
+static inline __attribute__((always_inline)) void finish_row(const Epilogue *e, float *__restrict x, int64_t at, int64_t column, int64_t n) {
+    UNINITIALIZED float scratch[TILE_COLUMNS];
+    if (e->bias.data) {
+        const float *b = row_load(e->bias, column, n, scratch);
+        for (int64_t j = 0; j < n; j++) x[j] += b[j];
+    }
+    if (e->pre_gelu.data) {
+        row_store(e->pre_gelu, at, n, x);
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) x[j] = gelu(x[j]);
+    }
+    if (e->residual.data) {
+        const float *r = row_load(e->residual, at, n, scratch);
+        for (int64_t j = 0; j < n; j++) x[j] += r[j];
+    }
+    if (e->gelu_input.data) {
+        const float *g = row_load(e->gelu_input, at, n, scratch);
+#pragma omp simd
+        for (int64_t j = 0; j < n; j++) x[j] *= gelu_derivative(g[j]);
+    }
+    if (e->accumulate) {
+        const float *o = row_load(e->out, at, n, scratch);
+        for (int64_t j = 0; j < n; j++) x[j] += o[j];
+    }
+    row_store(e->out, at, n, x);
+}
+
+static void finish_tile(const Epilogue *e, float *tile, int64_t m, int64_t n, int64_t rows, int64_t columns) {
+    const int64_t N = tensor_columns(e->out);
+    for (int64_t r = 0; r < rows; r++) {
+        if (columns == TILE_COLUMNS) finish_row(e, tile + r * TILE_COLUMNS, (m + r) * N + n, n, TILE_COLUMNS);
+        else finish_row(e, tile + r * TILE_COLUMNS, (m + r) * N + n, n, columns);
+    }
+}
+
+// Packs lines first .. first+count-1, elements k0 .. k0+K-1, into panels of `width` lines: dst[panel][k][line]. Lines that the
+// factor does not have are zero. count is a multiple of width and scratch has PACK_SCRATCH floats.
+static inline __attribute__((always_inline)) void pack(float *dst, const Factor *f, int64_t first, int64_t count, int64_t width,
+                                                       int64_t k0, int64_t K, float *scratch) {
+    const int64_t there = min_i64(count, f->lines - first), whole = there / width * width;
+    if (there < count) memset(dst + whole * K, 0, (size_t)((count - whole) * K) * 4);
+    if (f->line_stride == 1) {
+        for (int64_t k = 0; k < K; k++) {
+            const float *src = row_load(f->t, first + (k0 + k) * f->k_stride, there, scratch);
+            for (int64_t i = 0; i < whole; i += width) memcpy(dst + i * K + k * width, src + i, (size_t)width * 4);
+            memcpy(dst + whole * K + k * width, src + whole, (size_t)(there - whole) * 4);
+        }
+        return;
+    }
+    for (int64_t i = 0; i < there; i += width) {
+        const int64_t lines = min_i64(width, there - i), at = (first + i) * f->line_stride + k0;
+        if (f->t.dtype == DTYPE_FP32) {
+            transpose(dst + i * K, width, (const float *)f->t.data + at, f->line_stride, lines, K);
+        } else {
+            for (int64_t j = 0; j < lines; j++) floats_load(scratch + j * K, f->t.data, f->t.dtype, at + j * f->line_stride, K);
+            transpose(dst + i * K, width, scratch, K, lines, K);
+        }
+    }
+}
+
+// The part of a block that one call works on.
+typedef struct {
+    const float *a, *b;      // packed panels
+    float *partial;          // tiles between pieces of K, [tile row][tile column][TILE]
+    int64_t m0, n0, m, n, K; // first row and column in C; rows, columns and terms of the block
+    bool first, last;        // piece of K
+} Block;
+
+// Tiles of rows i0 .. i1-1, columns j0 .. j1-1 of the block; i0 and j0 are multiples of the tile's sides.
+static void multiply_tiles(const Block *k, const Epilogue *e, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+    UNINITIALIZED float finished[TILE];
+    const int64_t tiles_across = ceil_div(k->n, TILE_COLUMNS);
+    for (int64_t j = j0; j < j1; j += TILE_COLUMNS)
+        for (int64_t i = i0; i < i1; i += TILE_ROWS) {
+            float *kept = k->partial + (i / TILE_ROWS * tiles_across + j / TILE_COLUMNS) * TILE;
+            float *tile = k->last ? finished : kept;
+            const float *a = k->a + i * k->K, *b = k->b + j * k->K;
+            if (k->first) tile_multiply(tile, NULL, a, 1, TILE_ROWS, b, TILE_COLUMNS, k->K);
+            else tile_multiply(tile, kept, a, 1, TILE_ROWS, b, TILE_COLUMNS, k->K);
+            if (k->last) finish_tile(e, tile, k->m0 + i, k->n0 + j, min_i64(TILE_ROWS, i1 - i), min_i64(TILE_COLUMNS, j1 - j));
+        }
+}
+
+// C = A B with C of a->lines x b->lines, K terms each.
+static void multiply(const Factor *a, const Factor *b, int64_t K, const Epilogue *e) {
+    const int64_t M = a->lines, N = b->lines, step_k = min_i64(K, BLOCK_K);
+    const int64_t room_m = round_up(min_i64(M, BLOCK_M), TILE_ROWS), room_n = round_up(min_i64(N, BLOCK_N), TILE_COLUMNS);
+    float *packed_a = scratch_floats(room_m * step_k), *packed_b = scratch_floats(room_n * step_k);
+    float *partial = scratch_floats(K > BLOCK_K ? room_m * room_n : 1);
+#pragma omp parallel if (M * N * K > SERIAL_FMAS)
+    {
+        float *scratch = scratch_floats(PACK_SCRATCH);
+        for (int64_t m0 = 0; m0 < M; m0 += BLOCK_M)
+            for (int64_t n0 = 0; n0 < N; n0 += BLOCK_N)
+                for (int64_t k0 = 0; k0 < K; k0 += BLOCK_K) {
+                    const Block block = {packed_a, packed_b, partial, m0, n0, min_i64(BLOCK_M, M - m0), min_i64(BLOCK_N, N - n0),
+                                         min_i64(BLOCK_K, K - k0), k0 == 0, k0 + BLOCK_K >= K};
+#pragma omp for schedule(dynamic) nowait
+                    for (int64_t i = 0; i < block.m; i += PACK_M)
+                        pack(packed_a + i * block.K, a, m0 + i, round_up(min_i64(PACK_M, block.m - i), TILE_ROWS), TILE_ROWS, k0, block.K, scratch);
+#pragma omp for schedule(dynamic)
+                    for (int64_t j = 0; j < block.n; j += PACK_N)
+                        pack(packed_b + j * block.K, b, n0 + j, round_up(min_i64(PACK_N, block.n - j), TILE_COLUMNS), TILE_COLUMNS, k0, block.K, scratch);
+#pragma omp for collapse(2) schedule(dynamic)
+                    for (int64_t i = 0; i < block.m; i += TASK_M)
+                        for (int64_t j = 0; j < block.n; j += TASK_N)
+                            multiply_tiles(&block, e, i, min_i64(i + TASK_M, block.m), j, min_i64(j + TASK_N, block.n));
+                }
+        free(scratch);
+    }
+    free(packed_a);
+    free(packed_b);
+    free(partial);
+}
+
+// The (rows, K) tensor as a factor that is multiplied over its columns, or over its rows.
+static Factor over_columns(Tensor t) { return {t, tensor_columns(t), 1, tensor_rows(t)}; }
+static Factor over_rows(Tensor t) { return {t, 1, tensor_columns(t), tensor_columns(t)}; }
 
 void linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residual, Tensor pre_gelu, Stream stream) {
     (void)stream;
@@ -12,27 +165,10 @@ void linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residu
     if (bias.data) check_act(kernel, "bias", bias, 1, OC, inp.dtype);
     if (residual.data) check_act(kernel, "residual", residual, N, OC, inp.dtype);
     if (pre_gelu.data) check_act(kernel, "pre_gelu", pre_gelu, N, OC, inp.dtype);
-#pragma omp parallel
-    {
-        float *scratch = scratch_floats(2 * C + 4 * OC), *bs = scratch + 2 * C, *rs = bs + OC, *os = rs + OC, *ps = os + OC;
-#pragma omp for
-        for (int64_t i = 0; i < N; i++) {
-            const float *x = row_load(inp, i * C, C, scratch), *b = bias.data ? row_load(bias, 0, OC, bs) : NULL;
-            const float *r = residual.data ? row_load(residual, i * OC, OC, rs) : NULL;
-            for (int64_t o = 0; o < OC; o++) {
-                const float *wr = row_load(w, o * C, C, scratch + C);
-                float sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t c = 0; c < C; c++) sum += x[c] * wr[c];
-                sum += b ? b[o] : 0;
-                ps[o] = sum;
-                os[o] = pre_gelu.data ? gelu(sum) : sum + (r ? r[o] : 0);
-            }
-            if (pre_gelu.data) row_store(pre_gelu, i * OC, OC, ps);
-            row_store(out, i * OC, OC, os);
-        }
-        free(scratch);
-    }
+    CHECK(!residual.data || !pre_gelu.data, "linear_forward: residual %p and pre_gelu %p", residual.data, pre_gelu.data);
+    const Factor a = over_columns(inp), b = over_columns(w);
+    const Epilogue e = {out, bias, pre_gelu, residual, tensor_none(), false};
+    multiply(&a, &b, C, &e);
 }
 
 void linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, Stream stream) {
@@ -42,25 +178,9 @@ void linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, 
     check_act(kernel, "dinp", dinp, N, C, dout.dtype);
     check_act(kernel, "w", w, OC, C, dout.dtype);
     if (pre_gelu.data) check_act(kernel, "pre_gelu", pre_gelu, N, C, dout.dtype);
-#pragma omp parallel
-    {
-        float *scratch = scratch_floats(3 * C + OC), *sum = scratch + C, *pre = sum + C, *ds = pre + C;
-#pragma omp for
-        for (int64_t i = 0; i < N; i++) {
-            const float *d = row_load(dout, i * OC, OC, ds);
-            memset(sum, 0, (size_t)C * 4);
-            for (int64_t o = 0; o < OC; o++) {
-                const float *wr = row_load(w, o * C, C, scratch);
-                for (int64_t c = 0; c < C; c++) sum[c] += d[o] * wr[c];
-            }
-            if (pre_gelu.data) {
-                const float *p = row_load(pre_gelu, i * C, C, pre);
-                for (int64_t c = 0; c < C; c++) sum[c] *= gelu_derivative(p[c]);
-            }
-            row_store(dinp, i * C, C, sum);
-        }
-        free(scratch);
-    }
+    const Factor a = over_columns(dout), b = over_rows(w);
+    const Epilogue e = {dinp, tensor_none(), tensor_none(), tensor_none(), pre_gelu, false};
+    multiply(&a, &b, OC, &e);
 }
 
 void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream) {
@@ -69,22 +189,9 @@ void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bo
     check_f32(kernel, "dw", dw, OC, C);
     check_act(kernel, "inp", inp, N, C, dout.dtype);
     if (dbias.data) bias_backward(dbias, dout, accumulate, stream);
-#pragma omp parallel
-    {
-        float *scratch = scratch_floats(3 * C), *sum = scratch + C;
-#pragma omp for
-        for (int64_t o = 0; o < OC; o++) {
-            memset(sum, 0, (size_t)C * 4);
-            for (int64_t i = 0; i < N; i++) {
-                const float *x = row_load(inp, i * C, C, scratch);
-                const float d = dtype_load(dout.data, dout.dtype, i * OC + o);
-                for (int64_t c = 0; c < C; c++) sum[c] += d * x[c];
-            }
-            float *row = (float *)dw.data + o * C;
-            for (int64_t c = 0; c < C; c++) row[c] = sum[c] + (accumulate ? row[c] : 0);
-        }
-        free(scratch);
-    }
+    const Factor a = over_rows(dout), b = over_rows(inp);
+    const Epilogue e = {dw, tensor_none(), tensor_none(), tensor_none(), tensor_none(), accumulate};
+    multiply(&a, &b, N, &e);
 }
 
 } // namespace cpu

@@ -13,7 +13,11 @@
 #define PARALLEL_MIN 8192
 
 // Locals that are written before they are read need no zeros from -ftrivial-auto-var-init; only for hot inner functions.
+#if defined(__has_attribute) && __has_attribute(uninitialized)
 #define UNINITIALIZED __attribute__((uninitialized))
+#else
+#define UNINITIALIZED
+#endif
 
 // n floats, 64-byte aligned, contents undefined; freed with free().
 static inline float *scratch_floats(int64_t n) {
