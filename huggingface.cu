@@ -648,7 +648,7 @@ static void hf_export_begin(HfExport *e, const char *dir) {
     char *slash = strrchr(path, '/');
     const char *base = slash ? slash + 1 : path;
     if (*base == 0 || strcmp(base, ".") == 0 || strcmp(base, "..") == 0 || strlen(base) >= sizeof e->base) die(EXIT_CONFIG, "export to \"%s\": name a folder that is to be made", e->shown);
-    snprintf(e->base, sizeof e->base, "%s", base);
+    memcpy(e->base, base, strlen(base) + 1);
     if (slash) slash[slash == path ? 1 : 0] = 0; // "/x" is below "/"
     e->parent = open(slash ? path : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (e->parent < 0) die(EXIT_CANTCREAT, "export to %s: the folder above it: %s", e->shown, strerror(errno));
@@ -660,15 +660,6 @@ static void hf_export_begin(HfExport *e, const char *dir) {
     while (listing && readdir(listing)) entries++;
     if (!listing || entries > 2) die(EXIT_CANTCREAT, "export to %s: already there and not an empty folder; nothing is overwritten: name another one, or remove it first", e->shown);
     closedir(listing);
-}
-
-// Whether an export to `dir` can begin; dies with EXIT_CANTCREAT or EXIT_CONFIG if not. Asked at the start of a run, so that
-// a mistyped path does not show after it.
-static void hf_export_check(const char *dir) {
-    HfExport e;
-    hf_export_begin(&e, dir);
-    if (faccessat(e.parent, ".", W_OK | X_OK, AT_EACCESS) != 0) die(EXIT_CANTCREAT, "export to %s: the folder above it: %s", e.shown, strerror(errno));
-    close(e.parent);
 }
 
 // Writes a small file of the new folder.

@@ -125,6 +125,7 @@ static inline bool safetensors_take(JsonParser *p, char c) {
 // Reads a text into the pool, where *text points at it.
 static inline bool safetensors_text(JsonParser *p, const char **text) {
     int32_t at = 0, length = 0;
+    *text = "";
     json_skip_blanks(p);
     if (p->at == p->end || *p->at != '"') return safetensors_expected(p, "'\"'");
     if (!json_quoted(p, &at, &length)) return false;
