@@ -146,7 +146,7 @@ static bool checkpoint_put(Checkpoint *c, const CheckpointTensors *t, const int 
             }
             for (int64_t at = 0; at < c->tensor[wanted.tensor].numel && good; at += c->run[from++].numel) {
                 const StoredRun *r = &c->run[from];
-                good = shard_values(c, &c->shard[r->shard], values + r->global_offset, r->numel * 4, r->data_offset);
+                good = stored_shard_values(c, &c->shard[r->shard], values + r->global_offset, r->numel * 4, r->data_offset);
             }
             if (good) t->put(t->ctx, row, k, values);
         }
@@ -382,10 +382,10 @@ static void checkpoint_close(CheckpointStore *s) {
 typedef struct {
     int64_t n_runs, data_bytes, file_bytes;
     int64_t largest; // elements of the largest tensor
-} ShardPlan;
+} StoredShardPlan;
 
-static ShardPlan shard_plan(const CheckpointTensors *t) {
-    ShardPlan p = {0, 0, 0, 0};
+static StoredShardPlan stored_shard_plan(const CheckpointTensors *t) {
+    StoredShardPlan p = {0, 0, 0, 0};
     for (int row = 0; row < t->table->n_rows; row++) {
         if (t->table->row[row].tied_to >= 0) continue;
         int64_t numel = param_numel(&t->table->row[row]);
@@ -393,12 +393,12 @@ static ShardPlan shard_plan(const CheckpointTensors *t) {
         p.data_bytes += numel * 4 * t->n_kinds;
         p.largest = max_i64(p.largest, numel);
     }
-    p.file_bytes = shard_file_bytes(p.data_bytes, p.n_runs);
+    p.file_bytes = stored_shard_file_bytes(p.data_bytes, p.n_runs);
     return p;
 }
 
 // Bytes on the disk of one checkpoint, the manifest estimated.
-static int64_t checkpoint_bytes(const CheckpointTensors *t) { return shard_plan(t).file_bytes + 4096 + 256 * (int64_t)t->table->n_rows; }
+static int64_t checkpoint_bytes(const CheckpointTensors *t) { return stored_shard_plan(t).file_bytes + 4096 + 256 * (int64_t)t->table->n_rows; }
 
 static bool save_refused(Io *io, const char *name, const char *format, ...) PRINTF_LIKE(3, 4);
 static bool save_refused(Io *io, const char *name, const char *format, ...) {
@@ -413,7 +413,7 @@ static bool save_refused(Io *io, const char *name, const char *format, ...) {
 }
 
 // Writes header, values and table of the only rank's shard, which holds everything.
-static bool shard_write_contents(Io *io, const IoHandle *file, const TrainingState *state, const CheckpointTensors *t, const ShardPlan *plan, uint32_t *table_crc) {
+static bool stored_shard_write_contents(Io *io, const IoHandle *file, const TrainingState *state, const CheckpointTensors *t, const StoredShardPlan *plan, uint32_t *table_crc) {
     ShardHeader *h = (ShardHeader *)host_alloc(sizeof *h);
     memcpy(h->magic, SHARD_MAGIC, sizeof h->magic);
     h->version = CHECKPOINT_VERSION;
@@ -467,12 +467,12 @@ static bool file_finish(Io *io, const IoHandle *folder, IoHandle *file, bool goo
     return good && io_sync(io, folder); // the name is data of the folder
 }
 
-static bool shard_write(Io *io, const IoHandle *folder, const TrainingState *state, const CheckpointTensors *t, const ShardPlan *plan, ShardRecord *record) {
+static bool stored_shard_write(Io *io, const IoHandle *folder, const TrainingState *state, const CheckpointTensors *t, const StoredShardPlan *plan, ShardRecord *record) {
     IoHandle file;
     snprintf(record->file, sizeof record->file, "shard-%d.bin", 0);
     record->bytes = plan->file_bytes;
     if (!io_create(io, folder, record->file, &file)) return false;
-    bool good = io_allocate(io, &file, plan->file_bytes) && shard_write_contents(io, &file, state, t, plan, &record->table_crc);
+    bool good = io_allocate(io, &file, plan->file_bytes) && stored_shard_write_contents(io, &file, state, t, plan, &record->table_crc);
     return file_finish(io, folder, &file, good);
 }
 
@@ -553,7 +553,7 @@ static void save_retention(CheckpointStore *s, int64_t step, int64_t floor, int6
 // Steps of a save up to the instant at which it is durable.
 static bool save_durably(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, const char *name, SaveResult *result) {
     Io *io = &s->io;
-    ShardPlan plan = shard_plan(t);
+    StoredShardPlan plan = stored_shard_plan(t);
     int64_t free_bytes, needed = checkpoint_bytes(t), reserve = 1 << 20;
     needed += needed / 20 + reserve;
     if (!io_space(io, &s->folder, &free_bytes)) return false;
@@ -566,7 +566,7 @@ static bool save_durably(CheckpointStore *s, const TrainingState *state, const C
     int64_t manifest_bytes = 0;
     bool replaced = false, good = io_open_folder(io, &s->folder, temporary, &folder);
     if (good) {
-        good = shard_write(io, &folder, state, t, &plan, &shard) && manifest_write(io, &folder, state, t, &shard, 1, &manifest_bytes);
+        good = stored_shard_write(io, &folder, state, t, &plan, &shard) && manifest_write(io, &folder, state, t, &shard, 1, &manifest_bytes);
         close(folder.fd);
     }
     // When only the last fsync fails, the checkpoint has its name and stays: nobody knows, so nobody relies on it.

@@ -80,10 +80,10 @@ typedef struct {
 } ShardRun;
 static_assert(sizeof(ShardRun) == 32, "no padding in stored structs");
 
-static int64_t shard_pieces(int64_t data_bytes) { return ceil_div(data_bytes, PIECE_BYTES); }
-static int64_t shard_table_bytes(int64_t data_bytes, int64_t n_runs) { return n_runs * (int64_t)sizeof(ShardRun) + shard_pieces(data_bytes) * 4; }
-static int64_t shard_file_bytes(int64_t data_bytes, int64_t n_runs) {
-    return round_up(SHARD_ALIGN + data_bytes + shard_table_bytes(data_bytes, n_runs), SHARD_ALIGN);
+static int64_t stored_shard_pieces(int64_t data_bytes) { return ceil_div(data_bytes, PIECE_BYTES); }
+static int64_t stored_shard_table_bytes(int64_t data_bytes, int64_t n_runs) { return n_runs * (int64_t)sizeof(ShardRun) + stored_shard_pieces(data_bytes) * 4; }
+static int64_t stored_shard_file_bytes(int64_t data_bytes, int64_t n_runs) {
+    return round_up(SHARD_ALIGN + data_bytes + stored_shard_table_bytes(data_bytes, n_runs), SHARD_ALIGN);
 }
 
 // The whole numbers of the manifest, by name: written, read and compared by these tables.
@@ -179,10 +179,10 @@ typedef struct {
     int64_t data_bytes, n_runs;
     unsigned char *table;
     const ShardRun *run;       // (n_runs) in the table
-    const uint32_t *piece_crc; // (shard_pieces) in the table
+    const uint32_t *piece_crc; // (stored_shard_pieces) in the table
     unsigned char *piece;      // the piece read last, checked
     int64_t piece_at;          // which one; -1 = none
-} Shard;
+} StoredShard;
 
 typedef struct {
     uint32_t tensor, kind, shard;
@@ -198,7 +198,7 @@ typedef struct {
     int n_kinds, n_tensors, n_shards;
     char kind[CHECKPOINT_KINDS_MAX][32];
     StoredTensor *tensor;
-    Shard *shard;
+    StoredShard *shard;
     StoredRun *run;            // of all shards, by kind, tensor and offset
     int64_t n_runs;
 } Checkpoint;
@@ -301,7 +301,7 @@ static bool manifest_tensor(Checkpoint *c, const Json *j, int n, StoredTensor *t
     return true;
 }
 
-static bool manifest_shard(Checkpoint *c, const Json *j, int n, int rank, Shard *s) {
+static bool manifest_shard(Checkpoint *c, const Json *j, int n, int rank, StoredShard *s) {
     uint64_t crc;
     char expected[32];
     snprintf(expected, sizeof expected, "shard-%d.bin", rank);
@@ -341,9 +341,9 @@ static bool manifest_lists(Checkpoint *c, const Json *j) {
     for (int i = 1; i < n_tensors && good; i++)
         if (strcmp(by_name[i - 1]->name, by_name[i]->name) == 0) good = checkpoint_bad(c, MANIFEST_FILE ": tensor %s is listed twice", by_name[i]->name);
     free(by_name);
-    c->shard = (Shard *)host_alloc(sizeof(Shard) * (size_t)n_shards);
+    c->shard = (StoredShard *)host_alloc(sizeof(StoredShard) * (size_t)n_shards);
     for (int n = j->node[shards].first; n >= 0 && good; n = j->node[n].next) {
-        Shard *s = &c->shard[c->n_shards++];
+        StoredShard *s = &c->shard[c->n_shards++];
         s->fd = -1;
         s->piece_at = -1;
         good = manifest_shard(c, j, n, c->n_shards - 1, s);
@@ -400,8 +400,8 @@ static bool manifest_read(Checkpoint *c) {
 }
 
 // Opens a shard and reads its header and table.
-static bool shard_open(Checkpoint *c, int rank) {
-    Shard *s = &c->shard[rank];
+static bool stored_shard_open(Checkpoint *c, int rank) {
+    StoredShard *s = &c->shard[rank];
     ShardHeader *h = NULL;
     int64_t bytes;
     s->fd = stored_open(c, s->file, &bytes);
@@ -420,7 +420,7 @@ static bool shard_open(Checkpoint *c, int rank) {
     s->data_bytes = h->data_bytes;
     s->n_runs = h->n_runs;
     if (s->data_bytes < 0 || s->data_bytes > bytes - SHARD_ALIGN || s->data_bytes % 4 || s->n_runs < 0 || s->n_runs > STORED_RUNS_MAX || h->file_bytes != bytes ||
-        shard_file_bytes(s->data_bytes, s->n_runs) != bytes)
+        stored_shard_file_bytes(s->data_bytes, s->n_runs) != bytes)
         return checkpoint_bad(c, "%s: %" PRId64 " bytes of values and %" PRId64 " runs do not fit into its %" PRId64 " bytes", s->file, s->data_bytes, s->n_runs, bytes);
     int64_t table_at = SHARD_ALIGN + s->data_bytes, table_bytes = bytes - table_at;
     s->table = (unsigned char *)host_alloc((size_t)table_bytes);
@@ -478,12 +478,12 @@ static bool checkpoint_read(Checkpoint *c, int folder, const char *name) {
     if (!manifest_read(c)) return false;
     int64_t step = step_of_name(name);
     if (step >= 0 && step != c->state.step) return checkpoint_bad(c, MANIFEST_FILE ": is of step %" PRId64 ", not of the step in the folder's name", c->state.step);
-    for (int i = 0; i < c->n_shards; i++) if (!shard_open(c, i)) return false;
+    for (int i = 0; i < c->n_shards; i++) if (!stored_shard_open(c, i)) return false;
     return runs_check(c);
 }
 
 // Says which bytes, and so which tensors, a damaged piece holds.
-static bool piece_bad(Checkpoint *c, const Shard *s, int64_t start, int64_t length) {
+static bool piece_bad(Checkpoint *c, const StoredShard *s, int64_t start, int64_t length) {
     int64_t first = 0, last;
     while (s->run[first].data_offset + 4 * s->run[first].numel <= start) first++;
     for (last = first; last + 1 < s->n_runs && s->run[last + 1].data_offset < start + length;) last++;
@@ -493,7 +493,7 @@ static bool piece_bad(Checkpoint *c, const Shard *s, int64_t start, int64_t leng
 }
 
 // Reads bytes [offset, offset + bytes) of a shard's values. Every piece is checked when it is read.
-static bool shard_values(Checkpoint *c, Shard *s, void *dst, int64_t bytes, int64_t offset) {
+static bool stored_shard_values(Checkpoint *c, StoredShard *s, void *dst, int64_t bytes, int64_t offset) {
     char *out = (char *)dst;
     while (bytes > 0) {
         int64_t piece = offset / PIECE_BYTES, start = piece * PIECE_BYTES, length = min_i64(PIECE_BYTES, s->data_bytes - start);
@@ -521,7 +521,7 @@ static bool values_check(Checkpoint *c) {
             const char *name = c->tensor[r->tensor].name, *kind = c->kind[r->kind];
             for (int64_t done = 0, n; done < r->numel && good; done += n) {
                 n = min_i64(r->numel - done, PIECE_BYTES / 4);
-                good = shard_values(c, &c->shard[i], values, n * 4, r->data_offset + done * 4);
+                good = stored_shard_values(c, &c->shard[i], values, n * 4, r->data_offset + done * 4);
                 int64_t bad = good ? first_bad_value(values, n, (int)r->kind) : -1;
                 if (bad >= 0) good = checkpoint_bad(c, "%s: %s of tensor %s is %s at element %" PRId64, c->shard[i].file, kind, name, isnan(values[bad]) ? "NaN" : "infinite", r->global_offset + done + bad);
             }
