@@ -114,8 +114,8 @@ static void multiply_tiles(const Block *k, const Epilogue *e, int64_t i0, int64_
             float *kept = k->partial + (i / TILE_ROWS * tiles_across + j / TILE_COLUMNS) * TILE;
             float *tile = k->last ? finished : kept;
             const float *a = k->a + i * k->K, *b = k->b + j * k->K;
-            if (k->first) tile_multiply(tile, NULL, a, 1, TILE_ROWS, b, TILE_COLUMNS, k->K);
-            else tile_multiply(tile, kept, a, 1, TILE_ROWS, b, TILE_COLUMNS, k->K);
+            if (k->first) tile_multiply(tile, TILE_COLUMNS, NULL, a, 1, TILE_ROWS, b, TILE_COLUMNS, k->K);
+            else tile_multiply(tile, TILE_COLUMNS, kept, a, 1, TILE_ROWS, b, TILE_COLUMNS, k->K);
             if (k->last) finish_tile(e, tile, k->m0 + i, k->n0 + j, min_i64(TILE_ROWS, i1 - i), min_i64(TILE_COLUMNS, j1 - j));
         }
 }

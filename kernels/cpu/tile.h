@@ -22,16 +22,13 @@ enum { TILE_COLUMNS = 2 * VECTOR_FLOATS, TILE = TILE_ROWS * TILE_COLUMNS };
 typedef float Vector __attribute__((vector_size(VECTOR_FLOATS * 4), aligned(4), may_alias)); // loads from any address
 typedef float Vector4 __attribute__((vector_size(16), aligned(4), may_alias));
 
-// out[r][c] = init[r][c] + sum over k < K of a[r*a_row + k*a_k] * b[k*b_k + c].
-// out and init have rows of TILE_COLUMNS; init null = 0, may be out. A is read for TILE_ROWS rows and B for TILE_COLUMNS columns always.
-static inline __attribute__((always_inline)) void tile_multiply(float *out, const float *init, const float *a, int64_t a_row, int64_t a_k,
+// out[r*out_row + c] = init[r*out_row + c] + sum over k < K of a[r*a_row + k*a_k] * b[k*b_k + c].
+// init null = 0; it may be out. Always TILE_ROWS rows of A and TILE_COLUMNS columns of B: callers pad.
+static inline __attribute__((always_inline)) void tile_multiply(float *out, int64_t out_row, const float *init, const float *a, int64_t a_row, int64_t a_k,
                                                                 const float *b, int64_t b_k, int64_t K) {
     UNINITIALIZED Vector sum[TILE_ROWS][2];
 #pragma GCC unroll 16
-    for (int r = 0; r < TILE_ROWS; r++) {
-        sum[r][0] = Vector{};
-        sum[r][1] = Vector{};
-    }
+    for (int r = 0; r < TILE_ROWS; r++) sum[r][0] = sum[r][1] = Vector{};
     for (int64_t k = 0; k < K; k++) {
         const Vector b0 = *(const Vector *)(b + k * b_k), b1 = *(const Vector *)(b + k * b_k + VECTOR_FLOATS);
 #pragma GCC unroll 16
@@ -44,11 +41,11 @@ static inline __attribute__((always_inline)) void tile_multiply(float *out, cons
 #pragma GCC unroll 16
     for (int r = 0; r < TILE_ROWS; r++) {
         if (init) { // last, not first: sums of pieces err less than one long sum
-            sum[r][0] += *(const Vector *)(init + r * TILE_COLUMNS);
-            sum[r][1] += *(const Vector *)(init + r * TILE_COLUMNS + VECTOR_FLOATS);
+            sum[r][0] += *(const Vector *)(init + r * out_row);
+            sum[r][1] += *(const Vector *)(init + r * out_row + VECTOR_FLOATS);
         }
-        *(Vector *)(out + r * TILE_COLUMNS) = sum[r][0];
-        *(Vector *)(out + r * TILE_COLUMNS + VECTOR_FLOATS) = sum[r][1];
+        *(Vector *)(out + r * out_row) = sum[r][0];
+        *(Vector *)(out + r * out_row + VECTOR_FLOATS) = sum[r][1];
     }
 }
 
