@@ -113,7 +113,7 @@ static ParamDesc *table_add(ParamTable *p, int unit, int role, const char *name,
 
 // A linear layer of the block: weight (OC, C) and, where the architecture has them, bias.
 static void table_add_linear(ParamTable *p, const ArchSpec *arch, int unit, int role, const char *name, int64_t OC, int64_t C, double std) {
-    char text[64];
+    char text[80];
     snprintf(text, sizeof text, "%s.weight", name);
     table_add(p, unit, role, text, OC, C, INIT_NORMAL, std)->hf_transposed = true;
     if (!arch->bias) return;
@@ -122,7 +122,7 @@ static void table_add_linear(ParamTable *p, const ArchSpec *arch, int unit, int 
 }
 
 static void table_add_norm(ParamTable *p, int unit, int role, const char *name, int64_t C) {
-    char text[64];
+    char text[80];
     snprintf(text, sizeof text, "%s.weight", name);
     table_add(p, unit, role, text, C, 0, INIT_ONE, 0);
     snprintf(text, sizeof text, "%s.bias", name);

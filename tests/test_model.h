@@ -1,6 +1,24 @@
 // test_model.h - tables, schedules, programs, and whole runs of small models against PyTorch's.
 #pragma once
 #include "dies.h"
+#include <dirent.h>
+
+// Removes a folder of files and folders that a test has made.
+static void remove_folder(const char *path) {
+    DIR *d = opendir(path);
+    if (d) {
+        for (struct dirent *e; (e = readdir(d));) {
+            if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
+            char inner[4096];
+            snprintf(inner, sizeof inner, "%s/%s", path, e->d_name);
+            struct stat st;
+            if (lstat(inner, &st) == 0 && S_ISDIR(st.st_mode)) remove_folder(inner);
+            else unlink(inner);
+        }
+        closedir(d);
+    }
+    rmdir(path);
+}
 
 // ---------------------------------------------------------------------------------------------------------------
 // Configurations made by hand, so that these tests do not depend on the reader
@@ -835,4 +853,65 @@ static const TestRow trainer_tests[] = {
     {"overflow skips", test_overflow_skips}, {"not finite", test_not_finite}, {"infinite gradient", test_infinite_gradient}, {"zero gradients", test_zero_gradients},
     {"clipping", test_clipping}, {"vocabulary padding", test_vocabulary_padding}, {"untied head", test_untied_head}, {"optimizers learn", test_optimizers_learn},
     {"initialisation", test_initialisation_is_a_function}, {NULL, NULL},
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// resume: stopping and going on is the same, bit for bit, as not having stopped
+
+static void resume_row(Test *t, DType dtype, OptimizerType type, ScheduleType schedule) {
+    Config *c = tiny_config();
+    config_set_dtype(c, dtype);
+    c->optimizer.type = type;
+    c->optimizer.lr = 1e-3;
+    c->optimizer.momentum = 0.9;
+    c->scheduler.type = schedule;
+    c->scheduler.warmup_steps = 3, c->scheduler.total_steps = 12, c->scheduler.final_lr_frac = 0.1;
+    c->fp16.initial_scale_power = 30; // overflows first, so that the scaler has a state worth keeping
+    c->fp16.loss_scale_window = 4;
+    char folder[] = "/tmp/test_gpt_XXXXXX";
+    CHECK(mkdtemp(folder), "mkdtemp: %s", strerror(errno));
+    snprintf(c->checkpoint.save_dir, sizeof c->checkpoint.save_dir, "%s", folder);
+    snprintf(c->run.resume, sizeof c->run.resume, "auto");
+    enum { STOP = 7, END = 14 };
+    StepStats want[END];
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, c);
+    trainer->store = checkpoint_open(folder, false);
+    for (int k = 0; k < END; k++) {
+        if (k == STOP) save(trainer, true);
+        want[k] = train_step(trainer);
+    }
+    int64_t n;
+    float *want_weights = trainer_weights(trainer, &n);
+    trainer_free(trainer);
+
+    tiny_trainer(trainer, c);
+    expect_true(t, trainer_load(trainer), "no checkpoint was found");
+    expect_equal_i64(t, "step", trainer->step, STOP);
+    for (int k = STOP; k < END; k++) {
+        StepStats s = train_step(trainer);
+        expect_same_bytes(t, "loss", &s.loss, &want[k].loss, 8);
+        expect_same_bytes(t, "gradient norm", &s.grad_norm, &want[k].grad_norm, 8);
+        expect_near(t, "lr", s.lr, want[k].lr, 0);
+        expect_near(t, "loss scale", s.loss_scale, want[k].loss_scale, 0);
+        expect_equal_i64(t, "skipped", s.skipped, want[k].skipped);
+        expect_equal_i64(t, "tokens", s.tokens, want[k].tokens);
+    }
+    float *weights = trainer_weights(trainer, &n);
+    expect_same_bytes(t, "weights", weights, want_weights, n * 4);
+    trainer_free(trainer);
+    remove_folder(folder);
+    free(weights);
+    free(want_weights);
+    free(trainer);
+    free(c);
+}
+
+static void test_resume_fp32(Test *t) { resume_row(t, DTYPE_FP32, OPTIMIZER_ADAMW, SCHEDULE_COSINE); }
+static void test_resume_bf16(Test *t) { resume_row(t, DTYPE_BF16, OPTIMIZER_LION, SCHEDULE_CONSTANT); }
+static void test_resume_fp16(Test *t) { resume_row(t, DTYPE_FP16, OPTIMIZER_SGD, SCHEDULE_COSINE); }
+static void test_resume_fp16_adamw(Test *t) { resume_row(t, DTYPE_FP16, OPTIMIZER_ADAMW, SCHEDULE_COSINE); }
+
+static const TestRow resume_tests[] = {
+    {"fp32 AdamW", test_resume_fp32}, {"bf16 Lion", test_resume_bf16}, {"fp16 SGD", test_resume_fp16}, {"fp16 AdamW", test_resume_fp16_adamw}, {NULL, NULL},
 };

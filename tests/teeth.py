@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Proves that the tests can fail: plants one bug at a time in a copy of the tree, and demands that a section of
+./test_gpt notices. Usage: tests/teeth.py [number ...]; without numbers, all bugs. Closes with "N passed, N failed".
+
+A bug is (file, text, replacement, section, what it is). The text must occur exactly once in its file, so that a bug
+whose place has moved is reported instead of silently not planted.
+"""
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+BUGS = [
+    ("zero.cu", "g.accumulate[role] = z->grad_written[storage];", "g.accumulate[role] = false;", "golden",
+     "micro-batches overwrite each other's gradients"),
+    ("zero.cu", "z->grad_written[zero_storage_row(z, i)] = true;", "z->grad_written[i] = true;", "golden",
+     "the embedding overwrites the gradient of the tied head"),
+    ("zero.cu", "if (kind == STATE_MASTER && z->model->dtype != DTYPE_FP32) {", "if (false) {", "golden",
+     "masters are written without their 16-bit copy"),
+    ("optimizer.cu", "s.clip_factor / s.loss_scale, o->applied_updates", "s.clip_factor, o->applied_updates", "golden",
+     "the loss scale is not divided out"),
+    ("optimizer.cu", "s.lr = schedule_lr(cfg, o->applied_updates);", "s.lr = schedule_lr(cfg, step);", "trainer",
+     "skipped updates move the schedule"),
+    ("optimizer.cu", "part == 0 ? cfg->optimizer.weight_decay : 0;", "cfg->optimizer.weight_decay;", "trainer",
+     "biases and norms decay"),
+    ("optimizer.cu", "if (!isfinite(s.grad_norm) || !isfinite(s.loss_sum)) {", "if (!isfinite(s.loss_sum)) {", "trainer",
+     "an infinite gradient is applied"),
+    ("optimizer.cu", "if (s->hysteresis_left > 1) s->hysteresis_left--;", "if (s->hysteresis_left > 0) s->hysteresis_left--;", "schedules",
+     "one overflow too many is forgiven"),
+    ("optimizer.cu", "if (i < N) return c->warmup_min_lr + span", "if (i <= N) return c->warmup_min_lr + span", "schedules",
+     "the ramp is one update too long"),
+    ("model.cu", "residual_std = 0.02 / sqrt(2.0 * (double)L);", "residual_std = 0.02;", "tables",
+     "residual projections start too large"),
+    ("model.cu", "a->targets, m->V, a->dloss", "a->targets, m->Vp, a->dloss", "trainer",
+     "the padded vocabulary takes part in the softmax"),
+    ("model.cu", "act[ACT_LN_2_MEAN], act[ACT_LN_2_RSTD], a->dx, g->accumulate", "act[ACT_LN_2_MEAN], act[ACT_LN_2_RSTD], tensor_none(), g->accumulate", "golden",
+     "the residual path loses its gradient"),
+    ("model.cu", "if (pass == 0) unit->decay_numel = at;", "if (pass == 1) unit->decay_numel = at;", "tables",
+     "the border of weight decay is wrong"),
+    ("pipeline.cu", "static const Op ops[] = {OP_LOAD, OP_FWD, OP_BWD};", "static const Op ops[] = {OP_LOAD, OP_BWD, OP_FWD};", "schedules",
+     "backward comes before forward"),
+    ("train_gpt.cu", "t->samples += t->cfg->batch.train_batch_size;", "t->samples += 1;", "golden",
+     "updates read overlapping samples"),
+    ("train_gpt.cu", "c.n_kinds = 1 + t->zero.n_states;", "c.n_kinds = 1;", "resume",
+     "checkpoints lack the moments"),
+    ("train_gpt.cu", "t->opt.applied_updates = s.applied_updates;", "t->opt.applied_updates = 0;", "resume",
+     "a resumed run begins its schedule afresh"),
+    ("train_gpt.cu", "t->samples = s.data_samples;", "t->samples = 0;", "resume",
+     "a resumed run reads its data from the start"),
+]
+
+
+def run(command, log):
+    with open(log, "ab") as out:
+        return subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+
+
+def main():
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    picked = [int(a) for a in sys.argv[1:]] or range(1, len(BUGS) + 1)
+    files = subprocess.run(["git", "-C", root, "ls-files", "-z"], capture_output=True, check=True).stdout.decode().split("\0")
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    passed = failed = 0
+    with tempfile.TemporaryDirectory() as copy:
+        for name in filter(None, files):
+            if os.path.isfile(os.path.join(root, name)):
+                os.makedirs(os.path.join(copy, os.path.dirname(name)), exist_ok=True)
+                shutil.copy2(os.path.join(root, name), os.path.join(copy, name))
+        os.chdir(copy)
+        binary = "build/teeth/test_gpt"
+        build = ["make", "-s", "-j2", "BACKEND=cpu", "DEBUG=1", "BUILD=build/teeth", binary]
+        if run(build, "log") != 0:
+            sys.stdout.write(open("log", errors="replace").read())
+            sys.exit("FAIL: the tree itself does not build")
+        for number in picked:
+            name, text, replacement, section, what = BUGS[number - 1]
+            start = time.monotonic()
+            source = open(name).read()
+            if source.count(text) != 1:
+                verdict = f"FAIL its place in {name} occurs {source.count(text)} times: bring tests/teeth.py up to date"
+            else:
+                open(name, "w").write(source.replace(text, replacement))
+                if run(build, "log") != 0:
+                    verdict = "FAIL it does not compile: bring tests/teeth.py up to date"
+                else:
+                    # A crash is noticed, too; only a section that passes has no teeth.
+                    verdict = "ok   noticed by" if run([binary, section], "log") != 0 else "FAIL not noticed by"
+                    verdict += f" section {section}"
+                open(name, "w").write(source)
+            passed, failed = passed + verdict.startswith("ok"), failed + verdict.startswith("FAIL")
+            print(f"{verdict}: {number}. {what} ({time.monotonic() - start:.1f} s)", flush=True)
+    print(f"{passed} passed, {failed} failed, 0 skipped")
+    sys.exit(failed > 0)
+
+
+main()
