@@ -589,7 +589,7 @@ static SaveResult checkpoint_save(CheckpointStore *s, const TrainingState *state
     memset(&result, 0, sizeof result);
     CHECK(!s->read_only && state->step >= 0, "save at step %" PRId64, state->step);
     double start = clock_seconds();
-    char shown[160];
+    char shown[112];
     text_escape(shown, sizeof shown, s->path, strlen(s->path));
     step_name(result.name, state->step);
     struct stat st;

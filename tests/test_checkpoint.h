@@ -1,0 +1,1367 @@
+// test_checkpoint.h - tests of checkpoint.cu, checkpoint_format.cu, runtime/durable.h and runtime/crc32c.h.
+//
+// The run that is saved is a fake: arrays filled from (step, kind, row, index), so that a loaded checkpoint tells by its
+// values which save it came from, and whether anything is missing. Faults enter through the seam of runtime/durable.h.
+#pragma once
+#include "../checkpoint.cu"
+#include "dies.h"
+#include <ftw.h>
+#include <sys/mman.h>
+
+// ---------------------------------------------------------------------------------------------------------------
+// A fake run
+
+typedef struct {
+    ModelConfig model;
+    ParamTable table;
+    int n_kinds;
+    float **value[CHECKPOINT_KINDS_MAX]; // [kind][row], unpadded
+    int puts;                            // calls of put
+    int poison_row, poison_kind;         // get gives poison in the middle of this tensor; row -1 = nowhere
+    float poison;
+    TrainingState state;
+    CheckpointTensors tensors;
+} FakeRun;
+
+static void fake_get(void *ctx, int row, int kind, float *values) {
+    FakeRun *f = (FakeRun *)ctx;
+    int64_t n = param_numel(&f->table.row[row]);
+    memcpy(values, f->value[kind][row], (size_t)n * 4);
+    if (row == f->poison_row && kind == f->poison_kind) values[n / 2] = f->poison;
+}
+
+static void fake_put(void *ctx, int row, int kind, const float *values) {
+    FakeRun *f = (FakeRun *)ctx;
+    memcpy(f->value[kind][row], values, (size_t)param_numel(&f->table.row[row]) * 4);
+    f->puts++;
+}
+
+static float fake_value(int64_t step, int kind, int row, int64_t i) {
+    uint32_t bits = (uint32_t)rng_bits((uint64_t)step, (uint64_t)(kind * 1000 + row), (uint64_t)i);
+    if ((bits & 0x7f800000u) == 0x7f800000u) bits &= ~0x40000000u; // any finite value, subnormal and -0 too
+    float v;
+    memcpy(&v, &bits, 4);
+    return v;
+}
+
+static void fake_fill(FakeRun *f, int64_t step) {
+    for (int k = 0; k < f->n_kinds; k++)
+        for (int row = 0; row < f->table.n_rows; row++)
+            for (int64_t i = 0; f->table.row[row].tied_to < 0 && i < param_numel(&f->table.row[row]); i++) f->value[k][row][i] = fake_value(step, k, row, i);
+    TrainingState s = {step, step - 1, step * 1000, 1, 65536.0 / 3.0, step + 7, -1, 2, 0, 0xfedcba9876543210ull, 0x8000000000000001ull, step * 8, "0123456789abcdef"};
+    f->state = s;
+}
+
+static ModelConfig fake_model(int64_t L, int64_t C, int64_t V) {
+    ModelConfig m;
+    memset(&m, 0, sizeof m);
+    m.n_layer = L; m.n_head = 2; m.n_embd = C; m.n_positions = 12; m.vocab_size = V; m.n_inner = 4 * C;
+    m.layer_norm_epsilon = 1e-5;
+    m.tie_word_embeddings = true;
+    return m;
+}
+
+static const char *const fake_kind_names[CHECKPOINT_KINDS_MAX] = {"master", "exp_avg", "exp_avg_sq", "spare"};
+
+static FakeRun *fake_make(ModelConfig m, int n_kinds, int64_t step) {
+    FakeRun *f = (FakeRun *)host_alloc(sizeof *f);
+    f->model = m;
+    f->n_kinds = n_kinds;
+    f->poison_row = -1;
+    model_build_table(&f->table, &f->model);
+    for (int k = 0; k < n_kinds; k++) {
+        f->value[k] = (float **)host_alloc(sizeof(float *) * (size_t)f->table.n_rows);
+        for (int row = 0; row < f->table.n_rows; row++) f->value[k][row] = (float *)host_alloc((size_t)param_numel(&f->table.row[row]) * 4);
+    }
+    CheckpointTensors t = {&f->table, &f->model, n_kinds, {fake_kind_names[0], fake_kind_names[1], fake_kind_names[2], fake_kind_names[3]}, f, fake_get, fake_put};
+    f->tensors = t;
+    fake_fill(f, step);
+    return f;
+}
+
+static void fake_free(FakeRun *f) {
+    for (int k = 0; k < f->n_kinds; k++) {
+        for (int row = 0; row < f->table.n_rows; row++) free(f->value[k][row]);
+        free(f->value[k]);
+    }
+    table_free(&f->table);
+    free(f);
+}
+
+// Whether the run holds exactly what fake_fill(step) makes. Compares every value and every field of the state.
+static bool fake_holds(Test *t, const FakeRun *f, int64_t step) {
+    bool same = true;
+    for (int k = 0; k < f->n_kinds; k++)
+        for (int row = 0; row < f->table.n_rows; row++)
+            for (int64_t i = 0; f->table.row[row].tied_to < 0 && i < param_numel(&f->table.row[row]); i++) {
+                float want = fake_value(step, k, row, i);
+                same &= memcmp(&want, &f->value[k][row][i], 4) == 0;
+                t->compared++;
+            }
+    const TrainingState *s = &f->state;
+    return same && s->step == step && s->applied_updates == step - 1 && s->tokens == step * 1000 && s->skipped == 1 && s->loss_scale == 65536.0 / 3.0 && s->scaler_iteration == step + 7 &&
+           s->scaler_last_overflow == -1 && s->scaler_hysteresis_left == 2 && s->consecutive_skipped == 0 && s->seed == 0xfedcba9876543210ull && s->data_fingerprint == 0x8000000000000001ull &&
+           s->data_samples == step * 8 && strcmp(s->config_digest, "0123456789abcdef") == 0;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Folders, files, and what is printed
+
+typedef char CkptPath[512];
+
+static void ckpt_folder(CkptPath path) {
+    const char *tmp = getenv("TMPDIR");
+    snprintf(path, sizeof(CkptPath), "%.400s/test_checkpoint_XXXXXX", tmp && tmp[0] ? tmp : "/tmp");
+    CHECK(mkdtemp(path), "no temporary folder at %s: %s", path, strerror(errno));
+}
+
+// The same for tests of hundreds of saves, in memory where that can be had: a fsync costs milliseconds on a disk.
+static void ckpt_folder_fast(CkptPath path) {
+    snprintf(path, sizeof(CkptPath), "/dev/shm/test_checkpoint_XXXXXX");
+    if (!mkdtemp(path)) ckpt_folder(path);
+}
+
+static int ckpt_remove_entry(const char *path, const struct stat *st, int type, struct FTW *ftw) {
+    (void)st; (void)type; (void)ftw;
+    return remove(path);
+}
+static void ckpt_remove(const char *path) { nftw(path, ckpt_remove_entry, 16, FTW_DEPTH | FTW_PHYS); }
+
+static const char *ckpt_join(CkptPath dst, const char *a, const char *b) {
+    int n = snprintf(dst, sizeof(CkptPath), "%s/%s", a, b);
+    CHECK(n < (int)sizeof(CkptPath), "path too long");
+    return dst;
+}
+
+static char *ckpt_slurp(const char *path, int64_t *bytes) {
+    char why[256];
+    char *text = file_read_all(path, false, (int64_t)1 << 30, bytes, why, sizeof why);
+    CHECK(text, "%s: %s", path, why);
+    return text;
+}
+
+static void ckpt_spill(const char *path, const void *data, int64_t bytes) {
+    int fd = open(path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    CHECK(fd >= 0 && file_write_all(fd, data, bytes), "%s: %s", path, strerror(errno));
+    close(fd);
+}
+
+static bool ckpt_exists(const char *folder, const char *name) {
+    CkptPath path;
+    struct stat st;
+    return lstat(ckpt_join(path, folder, name), &st) == 0;
+}
+
+static void ckpt_count_visit(void *ctx, const char *name) { (void)name; ++*(int *)ctx; }
+static void ckpt_hidden_visit(void *ctx, const char *name) { *(int *)ctx += name[0] == '.' && strcmp(name, ".lock") != 0; }
+static int ckpt_count(const char *folder, void (*visit)(void *, const char *)) {
+    int n = 0, fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    CHECK(fd >= 0 && folder_each(fd, visit, &n), "%s: %s", folder, strerror(errno));
+    close(fd);
+    return n;
+}
+
+// stderr into a buffer, for notes: begin, do something, end.
+typedef struct {
+    int saved, file;
+    char text[8192];
+} Captured;
+
+static void capture_begin(Captured *c) {
+    fflush(stderr);
+    c->saved = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3);
+    c->file = memfd_create("stderr", MFD_CLOEXEC);
+    CHECK(c->saved >= 0 && c->file >= 0 && dup2(c->file, STDERR_FILENO) >= 0, "cannot capture stderr: %s", strerror(errno));
+}
+
+static const char *capture_end(Captured *c) {
+    fflush(stderr);
+    dup2(c->saved, STDERR_FILENO);
+    close(c->saved);
+    ssize_t n = pread(c->file, c->text, sizeof c->text - 1, 0);
+    c->text[n > 0 ? n : 0] = 0;
+    close(c->file);
+    return c->text;
+}
+
+// Saves fake steps into a folder, with a store of its own.
+static void ckpt_save_steps(const char *folder, FakeRun *f, const int64_t *steps, int n) {
+    CheckpointStore *s = checkpoint_open(folder, false);
+    for (int i = 0; i < n; i++) {
+        fake_fill(f, steps[i]);
+        SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
+        CHECK(r.durable, "save of step %" PRId64 ": %s", steps[i], r.why);
+    }
+    checkpoint_close(s);
+}
+
+// The verdict on one checkpoint as checkpoint_load would reach it. Null = good, else the reason (static).
+static const char *ckpt_verdict(const char *folder, const char *name) {
+    static char why[400];
+    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    Checkpoint c;
+    bool good = checkpoint_read(&c, fd, name) && values_check(&c);
+    snprintf(why, sizeof why, "%s", c.why);
+    checkpoint_free(&c);
+    close(fd);
+    return good ? NULL : why;
+}
+
+typedef struct {
+    const char *folder, *which;
+    FakeRun *run;
+} LoadCall;
+
+static void ckpt_load_call(void *arg) {
+    LoadCall *l = (LoadCall *)arg;
+    char name[64];
+    checkpoint_load(l->folder, l->which, &l->run->state, &l->run->tensors, name, sizeof name);
+    if (l->run->puts) _exit(99); // must not have reached the model before dying
+}
+
+// Loads quietly; returns the name, or "" when there was none. The result is static.
+static const char *ckpt_load_quietly(const char *folder, const char *which, FakeRun *f, Captured *c) {
+    static char name[64];
+    capture_begin(c);
+    bool found = checkpoint_load(folder, which, &f->state, &f->tensors, name, sizeof name);
+    capture_end(c);
+    return found ? name : "";
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Checksums and round trips
+
+static void test_crc32c(Test *t) {
+    // Vectors of RFC 3720, appendix B.4, and the check value of the catalogue of CRCs.
+    unsigned char zeros[32] = {0}, ones[32], up[32], down[32];
+    memset(ones, 0xff, sizeof ones);
+    for (int i = 0; i < 32; i++) { up[i] = (unsigned char)i; down[i] = (unsigned char)(31 - i); }
+    static const unsigned char pdu[48] = {0x01, 0xc0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x14, 0, 0, 0, 0, 0, 0x04, 0, 0, 0, 0, 0x14, 0, 0, 0, 0x18, 0x28, 0, 0, 0, 0, 0, 0, 0, 0x02, 0, 0, 0, 0, 0, 0, 0};
+    const struct { const void *p; size_t n; uint32_t want; } row[] = {
+        {"", 0, 0}, {"123456789", 9, 0xe3069283u}, {zeros, 32, 0x8a9136aau}, {ones, 32, 0x62a8ab43u}, {up, 32, 0x46dd794eu}, {down, 32, 0x113fdb5cu}, {pdu, 48, 0xd9963a56u},
+    };
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        expect_true(t, crc32c_extend(0, row[i].p, row[i].n) == row[i].want, "vector %zu", i);
+        expect_true(t, crc32c_software(0, row[i].p, row[i].n) == row[i].want, "vector %zu in software", i);
+    }
+    // The two versions against each other, at lengths around the three chains' limit, at odd addresses, in two halves.
+    enum { LARGEST = 3 * 4096 + 200 };
+    unsigned char *b = (unsigned char *)host_alloc(LARGEST + 8);
+    for (int i = 0; i < LARGEST + 8; i++) b[i] = (unsigned char)rng_bits(1, 2, (uint64_t)i);
+    for (size_t n = 0; n <= LARGEST; n += n < 100 ? 1 : n > 12200 ? 3 : 97) {
+        const unsigned char *p = b + n % 8;
+        uint32_t whole = crc32c_software(12345, p, n), half = crc32c_extend(12345, p, n / 3);
+        expect_true(t, crc32c_extend(12345, p, n) == whole, "%zu bytes", n);
+        expect_true(t, crc32c_extend(half, p + n / 3, n - n / 3) == whole, "%zu bytes in two parts", n);
+        expect_true(t, (crc32c_shift(half, n - n / 3) ^ crc32c_extend(0, p + n / 3, n - n / 3)) == whole, "%zu bytes joined", n);
+    }
+    free(b);
+}
+
+static void test_round_trip(Test *t) {
+    // One model whose values fill several pieces and one that is smaller than a piece; all numbers of kinds.
+    const struct { int64_t L, C, V; int kinds; } row[] = {{1, 8, 5, 1}, {2, 16, 37, 2}, {2, 16, 37, 4}, {2, 96, 211, 3}};
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        CkptPath folder, other, a, b;
+        ckpt_folder(folder);
+        ckpt_folder(other);
+        ModelConfig m = fake_model(row[i].L, row[i].C, row[i].V);
+        FakeRun *f = fake_make(m, row[i].kinds, 1), *g = fake_make(m, row[i].kinds, 99);
+        const int64_t steps[] = {7};
+        CheckpointStore *s = checkpoint_open(folder, false);
+        fake_fill(f, 7);
+        SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
+        checkpoint_close(s);
+        expect_true(t, r.durable && r.why[0] == 0, "not durable: %s", r.why);
+        expect_equal_text(t, "name", r.name, "step-00000007");
+        char name[64];
+        expect_true(t, checkpoint_load(folder, "auto", &g->state, &g->tensors, name, sizeof name), "nothing found");
+        expect_equal_text(t, "loaded name", name, "step-00000007");
+        expect_true(t, fake_holds(t, g, 7), "values or state differ after loading");
+        expect_equal_i64(t, "calls of put", g->puts, row[i].kinds * (g->table.n_rows - 1));
+        // What was loaded, saved elsewhere, gives the same bytes.
+        CheckpointStore *o = checkpoint_open(other, false);
+        SaveResult again = checkpoint_save(o, &g->state, &g->tensors, 0, 0);
+        checkpoint_close(o);
+        expect_true(t, again.durable, "not durable: %s", again.why);
+        int64_t bytes = 0;
+        static const char *const files[] = {"step-00000007/shard-0.bin", "step-00000007/manifest.json", "latest"};
+        for (int k = 0; k < 3; k++) {
+            int64_t n, n2;
+            char *x = ckpt_slurp(ckpt_join(a, folder, files[k]), &n), *y = ckpt_slurp(ckpt_join(b, other, files[k]), &n2);
+            expect_equal_i64(t, files[k], n2, n);
+            if (n == n2) expect_same_bytes(t, files[k], x, y, n);
+            if (k < 2) bytes += n;
+            else expect_equal_text(t, "latest", x, "step-00000007\n");
+            free(x);
+            free(y);
+        }
+        expect_equal_i64(t, "bytes reported", r.bytes, bytes);
+        expect_true(t, r.bytes <= checkpoint_bytes(&f->tensors), "%" PRId64 " bytes written, %" PRId64 " foreseen", r.bytes, checkpoint_bytes(&f->tensors));
+        // The same step again, with other values: replaced in one step, nothing left over.
+        ckpt_save_steps(other, f, steps, 1);
+        fake_fill(f, 8);
+        f->state.step = 7;
+        o = checkpoint_open(other, false);
+        again = checkpoint_save(o, &f->state, &f->tensors, 0, 0);
+        checkpoint_close(o);
+        expect_true(t, again.durable, "not durable: %s", again.why);
+        expect_true(t, checkpoint_load(other, "step-00000007", &g->state, &g->tensors, name, sizeof name) && g->state.tokens == 8000, "the old state of step 7 is still there");
+        expect_equal_i64(t, "entries", ckpt_count(other, ckpt_count_visit), 3); // .lock, latest, step-00000007
+        fake_free(f);
+        fake_free(g);
+        ckpt_remove(folder);
+        ckpt_remove(other);
+    }
+}
+
+// The manifest must be JSON for other programs too, with numbers that lose nothing.
+static void test_manifest_text(Test *t) {
+    CkptPath folder, path;
+    ckpt_folder(folder);
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 2, 1);
+    const int64_t steps[] = {123456789};
+    ckpt_save_steps(folder, f, steps, 1);
+    int64_t bytes;
+    char *text = ckpt_slurp(ckpt_join(path, folder, "step-123456789/manifest.json"), &bytes);
+    Json j;
+    bool good = json_parse(&j, text, bytes, JSON_STRICT);
+    expect_true(t, good, "line %d: %s", j.line, j.error);
+    if (good) {
+        int tensors = json_find(&j, 0, "tensors"), state = json_find(&j, 0, "state");
+        expect_equal_i64(t, "tensors", j.node[tensors].count, f->table.n_rows - 1);
+        expect_equal_text(t, "first tensor", json_text(&j, json_find(&j, j.node[tensors].first, "name")), "wte.weight");
+        expect_equal_text(t, "seed", json_text(&j, json_find(&j, state, "seed")), "fedcba9876543210");
+        expect_equal_text(t, "step", json_text(&j, json_find(&j, state, "step")), "123456789");
+        json_free(&j);
+    }
+    free(text);
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Damage
+
+// Which tensors a message about a damaged piece names, as places in file order; -1 = none found.
+static void ckpt_named(const FakeRun *f, const char *why, int place[2]) {
+    place[0] = place[1] = -1;
+    int n = 0;
+    for (int k = 0; k < f->n_kinds; k++)
+        for (int row = 0; row < f->table.n_rows; row++) {
+            if (f->table.row[row].tied_to >= 0) continue;
+            char from[160], to[160];
+            snprintf(from, sizeof from, ": %s of tensor %s to ", f->tensors.kind[k], f->table.row[row].name);
+            snprintf(to, sizeof to, " to %s of tensor %s", f->tensors.kind[k], f->table.row[row].name);
+            if (strstr(why, from)) place[0] = n;
+            const char *last = strstr(why, to);
+            if (last && last[strlen(to)] == 0) place[1] = n;
+            n++;
+        }
+}
+
+// Every bit of the manifest, of the header's used bytes and of the table's first runs; and thousands of places over the
+// rest of the shard. Each flip must be found, and the message must name the file, and the tensors if it was in a value.
+static void test_bit_flips(Test *t) {
+    CkptPath folder, path;
+    ckpt_folder_fast(folder);
+    const int64_t steps[] = {5};
+    FakeRun *f = fake_make(fake_model(1, 8, 21), 3, 1);
+    ckpt_save_steps(folder, f, steps, 1);
+    expect_true(t, ckpt_verdict(folder, "step-00000005") == NULL, "bad before any damage: %s", ckpt_verdict(folder, "step-00000005"));
+    static const char *const files[] = {"manifest.json", "shard-0.bin"};
+    int64_t data_bytes = stored_shard_plan(&f->tensors).data_bytes, missed = 0, misnamed = 0, flips = 0;
+    for (int file = 0; file < 2; file++) {
+        char name[64];
+        snprintf(name, sizeof name, "step-00000005/%s", files[file]);
+        int64_t bytes;
+        char *whole = ckpt_slurp(ckpt_join(path, folder, name), &bytes);
+        int fd = open(path, O_RDWR | O_CLOEXEC);
+        // manifest: every bit. Shard: every bit of the first 80 bytes and of the table's first 128, else every 29th.
+        for (int64_t bit = 0; bit < 8 * bytes; bit++) {
+            int64_t at = bit / 8, table = SHARD_ALIGN + data_bytes;
+            bool every = file == 0 || at < 80 || (at >= SHARD_ALIGN - 4 && at < SHARD_ALIGN) || (at >= table && at < table + 128) || bit % 29 == 0;
+            if (!every) continue;
+            char byte = (char)(whole[at] ^ (1 << (bit & 7)));
+            CHECK(pwrite(fd, &byte, 1, at) == 1, "pwrite: %s", strerror(errno));
+            const char *why = ckpt_verdict(folder, "step-00000005");
+            flips++;
+            t->compared++;
+            if (!why) { missed++; test_fail(t, "%s: flip of bit %" PRId64 " not found", files[file], bit); }
+            else if (!strstr(why, files[file])) { misnamed++; test_fail(t, "%s: flip of bit %" PRId64 ": \"%s\" does not name the file", files[file], bit, why); }
+            else if (file == 1 && at >= SHARD_ALIGN && at < table) {
+                int place[2];
+                ckpt_named(f, why, place);
+                // this model's values are one piece, so the damage lies between its first tensor and its last
+                if (place[0] != 0 || place[1] != f->n_kinds * (f->table.n_rows - 1) - 1) test_fail(t, "flip of bit %" PRId64 ": \"%s\" does not name the tensors", bit, why);
+            }
+            CHECK(pwrite(fd, whole + at, 1, at) == 1, "pwrite: %s", strerror(errno));
+        }
+        close(fd);
+        free(whole);
+    }
+    expect_true(t, flips > 10000 && missed == 0 && misnamed == 0, "%" PRId64 " flips, %" PRId64 " missed, %" PRId64 " misnamed", flips, missed, misnamed);
+    expect_true(t, ckpt_verdict(folder, "step-00000005") == NULL, "bad after the damage was undone");
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+// In a shard of several pieces the message's two tensors enclose the damaged one, and neither is outside the piece.
+static void test_flips_name_tensors(Test *t) {
+    CkptPath folder, path;
+    ckpt_folder(folder);
+    const int64_t steps[] = {5};
+    FakeRun *f = fake_make(fake_model(2, 96, 211), 3, 1);
+    ckpt_save_steps(folder, f, steps, 1);
+    int fd = open(ckpt_join(path, folder, "step-00000005/shard-0.bin"), O_RDWR | O_CLOEXEC);
+    int64_t data_bytes = stored_shard_plan(&f->tensors).data_bytes;
+    expect_true(t, data_bytes > 2 * PIECE_BYTES, "the model is too small for this test");
+    for (int i = 0; i < 60; i++) {
+        int64_t at = (int64_t)(rng_bits(3, 4, (uint64_t)i) % (uint64_t)data_bytes), piece = at / PIECE_BYTES, first = -1, damaged = -1, last = -1, n = 0, place_bytes = 0;
+        for (int k = 0; k < f->n_kinds; k++)
+            for (int row = 0; row < f->table.n_rows; row++) {
+                if (f->table.row[row].tied_to >= 0) continue;
+                int64_t end = place_bytes + 4 * param_numel(&f->table.row[row]);
+                if (first < 0 && end > piece * PIECE_BYTES) first = n;
+                if (at >= place_bytes && at < end) damaged = n;
+                if (place_bytes < min_i64(data_bytes, (piece + 1) * PIECE_BYTES)) last = n;
+                place_bytes = end;
+                n++;
+            }
+        unsigned char byte, flipped;
+        CHECK(pread(fd, &byte, 1, SHARD_ALIGN + at) == 1, "pread");
+        flipped = byte ^ 0x10;
+        CHECK(pwrite(fd, &flipped, 1, SHARD_ALIGN + at) == 1, "pwrite");
+        const char *why = ckpt_verdict(folder, "step-00000005");
+        int place[2] = {-1, -1};
+        if (why) ckpt_named(f, why, place);
+        expect_true(t, why && place[0] == first && place[1] == last && first <= damaged && damaged <= last, "flip at %" PRId64 ": \"%s\" names %d and %d, expected %" PRId64 " and %" PRId64, at, why ? why : "not found", place[0], place[1], first, last);
+        CHECK(pwrite(fd, &byte, 1, SHARD_ALIGN + at) == 1, "pwrite");
+    }
+    close(fd);
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+typedef enum { HARM_CUT_1, HARM_CUT_HALF, HARM_CUT_ALL, HARM_GROW_1, HARM_GROW_BLOCK, HARM_REMOVE, HARM_LINK, HARM_FIFO, HARM_FOLDER, HARM_ZEROS, HARM_COUNT } Harm;
+
+static void ckpt_harm(const char *path, Harm harm) {
+    int64_t bytes;
+    CkptPath aside;
+    char *whole = ckpt_slurp(path, &bytes);
+    if (harm <= HARM_GROW_BLOCK) {
+        int64_t to = harm == HARM_CUT_1 ? bytes - 1 : harm == HARM_CUT_HALF ? bytes / 2 : harm == HARM_CUT_ALL ? 0 : harm == HARM_GROW_1 ? bytes + 1 : bytes + SHARD_ALIGN;
+        CHECK(truncate(path, to) == 0, "truncate");
+    } else if (harm == HARM_ZEROS) {
+        memset(whole, 0, (size_t)bytes);
+        ckpt_spill(path, whole, bytes);
+    } else if (harm == HARM_LINK) { // even to a perfect file
+        snprintf(aside, sizeof aside, "%.500s.x", path);
+        CHECK(rename(path, aside) == 0 && symlink(strrchr(aside, '/') + 1, path) == 0, "symlink");
+    } else {
+        CHECK(unlink(path) == 0, "unlink");
+        if (harm == HARM_FIFO) CHECK(mkfifo(path, 0666) == 0, "mkfifo");
+        if (harm == HARM_FOLDER) CHECK(mkdir(path, 0777) == 0, "mkdir");
+    }
+    free(whole);
+}
+
+// Each kind of harm to each file of the newest checkpoint: "auto" says so and takes the one before; asked for by name, it dies.
+static void test_damaged_files(Test *t) {
+    static const char *const files[] = {"manifest.json", "shard-0.bin"};
+    const int64_t steps[] = {10, 20};
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 2, 1);
+    for (int file = 0; file < 2; file++)
+        for (int harm = 0; harm < HARM_COUNT; harm++) {
+            CkptPath folder, path, step;
+            Captured c;
+            ckpt_folder_fast(folder);
+            ckpt_save_steps(folder, f, steps, 2);
+            ckpt_harm(ckpt_join(path, ckpt_join(step, folder, "step-00000020"), files[file]), (Harm)harm);
+            const char *name = ckpt_load_quietly(folder, "auto", f, &c);
+            expect_equal_text(t, "chosen", name, "step-00000010");
+            expect_true(t, fake_holds(t, f, 10), "values after %d", harm);
+            expect_contains(t, "note", c.text, "step-00000020 is skipped");
+            expect_contains(t, "note", c.text, files[file]);
+            f->puts = 0;
+            LoadCall call = {folder, "step-00000020", f};
+            const char *const parts[] = {"step-00000020", files[file]};
+            expect_dies_parts(t, EXIT_CHECKPOINT, parts, 2, ckpt_load_call, &call);
+            ckpt_remove(folder);
+        }
+    fake_free(f);
+}
+
+static void test_choice(Test *t) {
+    CkptPath folder, path, sub;
+    Captured c;
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 2, 1);
+    ckpt_folder(folder);
+    // nothing at all: fresh start, and only then
+    expect_equal_text(t, "empty folder", ckpt_load_quietly(folder, "auto", f, &c), "");
+    expect_equal_text(t, "missing folder", ckpt_load_quietly(ckpt_join(path, folder, "no/such"), "auto", f, &c), "");
+    LoadCall missing = {folder, "step-00000001", f};
+    const char *const none[] = {"is missing", "none"};
+    expect_dies_parts(t, EXIT_CHECKPOINT, none, 2, ckpt_load_call, &missing);
+    // By step, not by name, time or what `latest` says; nothing else in the folder disturbs.
+    const int64_t steps[] = {100000000, 3, 99999999, 20};
+    ckpt_save_steps(folder, f, steps, 4);
+    static const char *const foreign[] = {"notes.txt", "step-", "step-12", "step-000000020", "step-00000020x", "step--0000020", "step-99999999999999999999", "step-best", ".hidden"};
+    for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++) ckpt_spill(ckpt_join(path, folder, foreign[i]), "x", 1);
+    CHECK(mkdir(ckpt_join(path, folder, ".tmp-step-00000777-0"), 0777) == 0, "mkdir");
+    f->puts = 0;
+    expect_equal_text(t, "newest", ckpt_load_quietly(folder, "auto", f, &c), "step-100000000");
+    expect_true(t, fake_holds(t, f, 100000000) && c.text[0] == 0, "wrong values, or an unasked note: %s", c.text);
+    expect_equal_text(t, "by name", ckpt_load_quietly(folder, "step-00000003", f, &c), "step-00000003");
+    expect_true(t, fake_holds(t, f, 3), "values of step 3");
+    const char *const there[] = {"step-00000004", "is missing", "step-100000000, step-99999999, step-00000020, step-00000003"};
+    LoadCall wrong = {folder, "step-00000004", f};
+    f->puts = 0;
+    expect_dies_parts(t, EXIT_CHECKPOINT, there, 3, ckpt_load_call, &wrong);
+    // A copy under another name is one as well; a copy under another step's name is not.
+    CHECK(rename(ckpt_join(path, folder, "step-00000003"), ckpt_join(sub, folder, "best_so.far")) == 0, "rename");
+    expect_equal_text(t, "renamed", ckpt_load_quietly(folder, "best_so.far", f, &c), "best_so.far");
+    expect_true(t, fake_holds(t, f, 3), "values of step 3");
+    CHECK(rename(sub, ckpt_join(path, folder, "step-00000555")) == 0, "rename");
+    expect_contains(t, "verdict", ckpt_verdict(folder, "step-00000555"), "not of the step in the folder's name");
+    // The folder of a checkpoint itself; a foreign file in it gets a word.
+    ckpt_join(path, folder, "step-00000020");
+    expect_equal_text(t, "itself", ckpt_load_quietly(path, "auto", f, &c), "step-00000020");
+    ckpt_spill(ckpt_join(sub, path, "my\x1bnotes"), "x", 1);
+    CkptPath slashed;
+    snprintf(slashed, sizeof slashed, "%.500s///", path);
+    expect_equal_text(t, "itself, with slashes", ckpt_load_quietly(slashed, "auto", f, &c), "step-00000020");
+    expect_contains(t, "note", c.text, "1 foreign files ignored, such as my\\x1bnotes");
+    // Names that lead out of the folder or hide in it.
+    static const char *const tags[] = {"", ".", "..", "../x", "/tmp", "a/b", ".tmp-step-00000777-0", "a b", "a\n", "\xff", "step-00000020/", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
+    f->puts = 0;
+    for (size_t i = 0; i < sizeof tags / sizeof *tags; i++) {
+        LoadCall call = {folder, tags[i], f};
+        expect_dies(t, EXIT_CHECKPOINT, "is no name of a checkpoint", ckpt_load_call, &call);
+    }
+    // A step that is a link, a file, an empty folder: named and skipped.
+    CHECK(symlink("step-00000020", ckpt_join(path, folder, "step-200000000")) == 0, "symlink");
+    ckpt_spill(ckpt_join(path, folder, "step-200000001"), "x", 1);
+    CHECK(mkdir(ckpt_join(path, folder, "step-200000002"), 0777) == 0, "mkdir");
+    expect_equal_text(t, "past links", ckpt_load_quietly(folder, "auto", f, &c), "step-100000000");
+    expect_contains(t, "note", c.text, "step-200000000 is skipped: is ");
+    expect_contains(t, "note", c.text, "step-200000001 is skipped: is not a folder");
+    expect_contains(t, "note", c.text, "step-200000002 is skipped: manifest.json: is missing");
+    ckpt_remove(folder);
+    fake_free(f);
+}
+
+// `latest` is a hint: whatever stands in it, the newest good checkpoint is taken, and the folder is not left.
+static void test_latest(Test *t) {
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
+    const int64_t steps[] = {1, 2};
+    static char zeros[1 << 20];
+    const struct { const char *text; int64_t bytes; const char *word; } row[] = {
+        {NULL, 0, ""}, {"", 0, ""}, {"step-00000001\n", 14, ""}, {"step-00000009\n", 14, "latest names step-00000009, which is not there"},
+        {"../../x", 7, ""}, {"/etc/passwd\n", 12, ""}, {"\n\n", 2, ""}, {zeros, sizeof zeros, ""}, {"\x1b[31m", 5, ""},
+    };
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        CkptPath folder, path;
+        Captured c;
+        ckpt_folder_fast(folder);
+        ckpt_save_steps(folder, f, steps, 2);
+        ckpt_join(path, folder, "latest");
+        if (row[i].text) ckpt_spill(path, row[i].text, row[i].bytes);
+        else unlink(path);
+        expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", f, &c), "step-00000002");
+        if (row[i].word[0]) expect_contains(t, "note", c.text, row[i].word);
+        else expect_equal_text(t, "notes", c.text, "");
+        // a folder in its place costs a warning, not the save
+        unlink(path);
+        CHECK(mkdir(path, 0777) == 0, "mkdir");
+        capture_begin(&c);
+        CheckpointStore *s = checkpoint_open(folder, false);
+        fake_fill(f, 3);
+        SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
+        checkpoint_close(s);
+        capture_end(&c);
+        expect_true(t, r.durable && strstr(c.text, "latest could not be updated"), "durable %d, said %s", r.durable, c.text);
+        ckpt_remove(folder);
+    }
+    fake_free(f);
+}
+
+static void test_all_broken(Test *t) {
+    CkptPath folder, path;
+    ckpt_folder(folder);
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
+    const int64_t steps[] = {1, 2, 3};
+    static const char *const files[] = {"step-00000001/manifest.json", "step-00000002/shard-0.bin", "step-00000003/manifest.json"};
+    ckpt_save_steps(folder, f, steps, 3);
+    for (int i = 0; i < 3; i++) ckpt_harm(ckpt_join(path, folder, files[i]), i == 1 ? HARM_ZEROS : HARM_CUT_1);
+    LoadCall call = {folder, "auto", f};
+    const char *const parts[] = {"none of its 3 checkpoints", "step-00000003: manifest.json"};
+    expect_dies_parts(t, EXIT_CHECKPOINT, parts, 2, ckpt_load_call, &call);
+    ckpt_remove(folder);
+    fake_free(f);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Forged files: all checksums right, contents impossible
+
+// Makes all checksums of a checkpoint right again, from the shard as it is. The manifest's text may be edited between.
+static void ckpt_reseal(const char *checkpoint) {
+    CkptPath path;
+    int64_t bytes;
+    unsigned char *b = (unsigned char *)ckpt_slurp(ckpt_join(path, checkpoint, "shard-0.bin"), &bytes);
+    ShardHeader *h = (ShardHeader *)b;
+    int64_t table = SHARD_ALIGN + h->data_bytes, crcs = table + h->n_runs * 32;
+    bool sane = h->data_bytes >= 0 && h->data_bytes <= bytes - SHARD_ALIGN && h->n_runs >= 0 && h->n_runs < bytes / 32 && crcs + stored_shard_pieces(h->data_bytes) * 4 <= bytes;
+    for (int64_t i = 0; sane && i < stored_shard_pieces(h->data_bytes); i++) {
+        int64_t start = i * PIECE_BYTES, length = min_i64(PIECE_BYTES, h->data_bytes - start);
+        uint32_t crc = crc32c_software(0, b + SHARD_ALIGN + start, (size_t)length);
+        memcpy(b + crcs + 4 * i, &crc, 4);
+    }
+    h->crc = crc32c_software(0, b, SHARD_ALIGN - 4);
+    ckpt_spill(path, b, bytes);
+    uint32_t table_crc = sane ? crc32c_software(0, b + table, (size_t)(bytes - table)) : 0;
+    free(b);
+    char *m = ckpt_slurp(ckpt_join(path, checkpoint, "manifest.json"), &bytes), hex[16];
+    char *at = strstr(m, "table_crc32c\": \"");
+    snprintf(hex, sizeof hex, "%08x", table_crc);
+    if (at) memcpy(at + 16, hex, 8);
+    int64_t last = bytes - 22; // "crc32c": "01234567"} and a newline
+    snprintf(hex, sizeof hex, "%08x", crc32c_software(0, m, (size_t)last));
+    memcpy(m + last + 11, hex, 8);
+    ckpt_spill(path, m, bytes);
+    free(m);
+}
+
+// Replaces the first `from` in the manifest, whose last line is at the end of the text.
+static void ckpt_edit_manifest(const char *checkpoint, const char *from, const char *to) {
+    CkptPath path;
+    int64_t bytes;
+    char *m = ckpt_slurp(ckpt_join(path, checkpoint, "manifest.json"), &bytes), *at = strstr(m, from);
+    CHECK(at, "no %s in the manifest", from);
+    int fd = open(path, O_WRONLY | O_TRUNC | O_CLOEXEC);
+    CHECK(file_write_all(fd, m, at - m) && file_write_all(fd, to, (int64_t)strlen(to)) && file_write_all(fd, at + strlen(from), m + bytes - at - (int64_t)strlen(from)), "write");
+    close(fd);
+    free(m);
+}
+
+static void test_forged_manifest(Test *t) {
+    static const struct { const char *from, *to, *why; } row[] = {
+        {"\"version\": 1", "\"version\": 0", "version 0; this build reads"},
+        {"\"version\": 1", "\"version\": 2", "version 2; this build reads"},
+        {"\"version\": 1", "\"version\": 4294967295", "version 4294967295; this build reads"},
+        {"\"version\": 1", "\"version\": -1", "must be a whole number"},
+        {"train_gpt checkpoint", "another program", "format \"another program\""},
+        {"\"step\": 5", "\"step\": 6", "not of the step in the folder's name"},
+        {"\"step\": 5", "\"step\": -5", "\"step\" must be a whole number"},
+        {"\"step\": 5", "\"step\": 5.5", "\"step\" must be a whole number"},
+        {"\"step\": 5", "\"step\": 99999999999999999999", "\"step\" must be a whole number"},
+        {"\"step\": 5", "\"step\": \"5\"", "\"step\" must be a number"},
+        {"\"step\": 5", "\"stop\": 5", "\"step\" is missing"},
+        {"\"step\": 5", "\"step\": 5, \"step\": 6", "a key occurs twice"},
+        {"\"step\": 5", "\"step\": 5, \"st\\u0065p\": 6", "a key occurs twice"},
+        {"\"step\": 5", "\"step\": NaN", "expected a value"},
+        {"\"loss_scale\": ", "\"loss_scale\": 1e999, \"x\": ", "must be finite"},
+        {"fedcba9876543210", "fedcba987654321", "full length"},
+        {"fedcba9876543210", "fedcba98765432100", "full length"},
+        {"fedcba9876543210", "FEDCBA9876543210", "full length"},
+        {"0123456789abcdef", "0123456789abc/ef", "config_digest"},
+        {"\"world\": 1", "\"world\": 2", "1 shards of 2 ranks"},
+        {"\"world\": 1", "\"world\": 0", "\"world\" must be"},
+        {"shard-0.bin", "../shard-0.bin", "letters, digits"},
+        {"shard-0.bin", "/etc/passwd", "letters, digits"},
+        {"shard-0.bin", "shard-1.bin", "expected \"shard-0.bin\""},
+        {"\"bytes\": ", "\"bytes\": 1", "but the manifest says 1"},
+        {"\"bytes\": ", "\"bytes\": -1", "\"bytes\" must be a whole number"},
+        {"\"kinds\": [", "\"kinds\": [], \"x\": [", "0 kinds"},
+        {"\"name\": \"master\"", "\"name\": \"exp_avg\"", "kind exp_avg is listed twice"},
+        {"\"name\": \"master\"", "\"name\": \"mas\\u0000ter\"", "letters, digits"},
+        {"\"name\": \"master\"", "\"name\": \"\\u001b[31m\"", "letters, digits"},
+        {"fp32", "fp4", "this build reads fp32"},
+        {"\"name\": \"wte.weight\"", "\"name\": \"wpe.weight\"", "tensor wpe.weight is listed twice"},
+        {"\"name\": \"wte.weight\"", "\"name\": \"\"", "needs a name"},
+        {"\"name\": \"wte.weight\"", "\"name\": \"aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\"", "letters, digits"},
+        {"\"shape\": [21, 8]", "\"shape\": []", "one or two dimensions"},
+        {"\"shape\": [21, 8]", "\"shape\": [1, 21, 8]", "one or two dimensions"},
+        {"\"shape\": [21, 8]", "\"shape\": [0, 8]", "\"shape\" must be a whole number"},
+        {"\"shape\": [21, 8]", "\"shape\": [4294967296, 4294967296]", "too many elements"},
+        {"\"shape\": [21, 8]", "\"shape\": [9223372036854775807, 1]", "too many elements"},
+        {"\"shape\": [21, 8]", "\"shape\": [22, 8]", "master of tensor wte.weight: elements from 168 on are missing"},
+        {"\"shape\": [21, 8]", "\"shape\": [20, 8]", "is impossible"},
+        {"\"shape\": [21, 8]", "\"shape\": [[21], 8]", "\"shape\" must be a whole number"},
+        {"\"tensors\": [", "\"tensors\": {}, \"x\": [", "\"tensors\" must be a list"},
+        {"{\n\"format\"", "[{\n\"format\"", "the text ends before"},
+        {"{\n\"format\"", "{{\n\"format\"", "expected"},
+    };
+    const int64_t steps[] = {5};
+    FakeRun *f = fake_make(fake_model(1, 8, 21), 2, 1);
+    CkptPath folder, checkpoint, path;
+    ckpt_folder_fast(folder);
+    ckpt_save_steps(folder, f, steps, 1);
+    int64_t bytes;
+    char *good = ckpt_slurp(ckpt_join(path, ckpt_join(checkpoint, folder, "step-00000005"), "manifest.json"), &bytes);
+    ckpt_reseal(checkpoint);
+    expect_true(t, ckpt_verdict(folder, "step-00000005") == NULL, "resealing breaks it: %s", ckpt_verdict(folder, "step-00000005"));
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        ckpt_spill(path, good, bytes);
+        ckpt_edit_manifest(checkpoint, row[i].from, row[i].to);
+        if (strncmp(row[i].from, "\"bytes\": ", 9) == 0) ckpt_edit_manifest(checkpoint, row[i].to, strcmp(row[i].to, "\"bytes\": 1") == 0 ? "\"bytes\": 1, \"x\": " : "\"bytes\": -1, \"x\": ");
+        ckpt_reseal(checkpoint);
+        const char *why = ckpt_verdict(folder, "step-00000005");
+        expect_contains(t, row[i].to, why ? why : "(taken for good)", row[i].why);
+    }
+    free(good);
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+static void test_forged_shard(Test *t) {
+    // A field of the shard is overwritten with a number, then all checksums are made right.
+    enum { HEADER, RUN0, RUN1, LAST_RUN };
+#define IN_HEADER(field) HEADER, offsetof(ShardHeader, field)
+#define IN_RUN(which, field) which, offsetof(ShardRun, field)
+    static const struct { int where; size_t offset; int bytes; int64_t value; const char *why; } row[] = {
+        {IN_HEADER(magic), 8, 0x4141414141414141, "is no shard"},
+        {IN_HEADER(version), 4, 0, "version 0; this build reads version 1"},
+        {IN_HEADER(version), 4, 2, "version 2; this build reads version 1"},
+        {IN_HEADER(version), 4, 0xffffffff, "version 4294967295; this build reads version 1"},
+        {IN_HEADER(byte_order), 4, 0x04030201, "byte-order mark"},
+        {IN_HEADER(step), 8, 6, "at step 6, not to rank 0 of 1 at step 5"},
+        {IN_HEADER(rank), 8, 1, "belongs to rank 1"},
+        {IN_HEADER(world), 8, 2, "rank 0 of 2"},
+        {IN_HEADER(data_bytes), 8, -4, "do not fit"},
+        {IN_HEADER(data_bytes), 8, INT64_MAX, "do not fit"},
+        {IN_HEADER(data_bytes), 8, INT64_MAX - 3, "do not fit"},
+        {IN_HEADER(data_bytes), 8, 0, "do not fit"},
+        {IN_HEADER(n_runs), 8, 0, "its runs cover 0 of"},
+        {IN_HEADER(n_runs), 8, -1, "do not fit"},
+        {IN_HEADER(n_runs), 8, INT64_MAX, "do not fit"},
+        {IN_HEADER(n_runs), 8, INT64_MAX / 32, "do not fit"},
+        {IN_HEADER(file_bytes), 8, 0, "do not fit"},
+        {IN_RUN(RUN0, tensor), 4, 0xffffffff, "run 0 of its table"},
+        {IN_RUN(RUN0, tensor), 4, 1, "run 0 of its table"},        // larger than that tensor
+        {IN_RUN(RUN0, kind), 4, 2, "run 0 of its table"},
+        {IN_RUN(RUN0, kind), 4, 1, "are missing or stored twice"},
+        {IN_RUN(RUN0, global_offset), 8, 1, "run 0 of its table"},
+        {IN_RUN(RUN0, global_offset), 8, -1, "run 0 of its table"},
+        {IN_RUN(RUN0, global_offset), 8, INT64_MAX, "run 0 of its table"},
+        {IN_RUN(RUN0, numel), 8, 0, "run 0 of its table"},
+        {IN_RUN(RUN0, numel), 8, -1, "run 0 of its table"},
+        {IN_RUN(RUN0, numel), 8, INT64_MAX, "run 0 of its table"},
+        {IN_RUN(RUN0, numel), 8, 167, "run 1 of its table"},       // a hole in the file
+        {IN_RUN(RUN0, data_offset), 8, 4, "run 0 of its table"},
+        {IN_RUN(RUN1, tensor), 4, 0, "are missing or stored twice"}, // 96 elements of wte again
+        {IN_RUN(RUN1, data_offset), 8, 0, "run 1 of its table"},   // overlapping
+        {IN_RUN(RUN1, data_offset), 8, -4, "run 1 of its table"},
+        {IN_RUN(LAST_RUN, numel), 8, 7, "its runs cover 9212 of"}, // shorter than the values
+        {IN_RUN(LAST_RUN, global_offset), 8, INT64_MIN, "of its table"},
+    };
+    const int64_t steps[] = {5};
+    FakeRun *f = fake_make(fake_model(1, 8, 21), 2, 1);
+    CkptPath folder, checkpoint, path;
+    ckpt_folder_fast(folder);
+    ckpt_save_steps(folder, f, steps, 1);
+    int64_t bytes;
+    char *good = ckpt_slurp(ckpt_join(path, ckpt_join(checkpoint, folder, "step-00000005"), "shard-0.bin"), &bytes);
+    StoredShardPlan plan = stored_shard_plan(&f->tensors);
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        int64_t table = SHARD_ALIGN + plan.data_bytes, run = row[i].where == RUN1 ? 1 : row[i].where == LAST_RUN ? plan.n_runs - 1 : 0;
+        int64_t at = (row[i].where == HEADER ? 0 : table + 32 * run) + (int64_t)row[i].offset;
+        ckpt_spill(path, good, bytes);
+        int fd = open(path, O_WRONLY | O_CLOEXEC);
+        CHECK(pwrite(fd, &row[i].value, (size_t)row[i].bytes, at) == row[i].bytes, "pwrite");
+        close(fd);
+        ckpt_reseal(checkpoint);
+        const char *why = ckpt_verdict(folder, "step-00000005");
+        char what[64];
+        snprintf(what, sizeof what, "row %zu", i);
+        expect_contains(t, what, why ? why : "(taken for good)", row[i].why);
+        if (why) expect_contains(t, what, row[i].why[0] == 'a' && row[i].why[1] == 'r' ? "shard-0.bin" : why, "shard-0.bin");
+    }
+    free(good);
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+// NaN anywhere and infinite weights are neither written nor loaded; the message names the tensor. Other odd values are fine.
+static void test_not_finite(Test *t) {
+    CkptPath folder, checkpoint, path;
+    ckpt_folder(folder);
+    const int64_t steps[] = {5};
+    FakeRun *f = fake_make(fake_model(1, 8, 21), 2, 1);
+    ckpt_save_steps(folder, f, steps, 1);
+    StoredShardPlan plan = stored_shard_plan(&f->tensors);
+    int row = 0;
+    while (strcmp(f->table.row[row].name, "h.0.mlp.c_fc.weight") != 0) row++;
+    const struct { int kind; float value; const char *word; } cases[] = {
+        {0, NAN, "master of tensor h.0.mlp.c_fc.weight is NaN"}, {0, -NAN, "master of tensor h.0.mlp.c_fc.weight is NaN"},
+        {0, INFINITY, "master of tensor h.0.mlp.c_fc.weight is infinite"}, {0, -INFINITY, "master of tensor h.0.mlp.c_fc.weight is infinite"},
+        {1, NAN, "exp_avg of tensor h.0.mlp.c_fc.weight is NaN"}, {1, INFINITY, NULL}, {0, 3.4e38f, NULL}, {0, 1e-45f, NULL},
+    };
+    CheckpointStore *s = checkpoint_open(folder, false);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        fake_fill(f, 6);
+        f->poison_row = row; f->poison_kind = cases[i].kind; f->poison = cases[i].value;
+        SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 1);
+        expect_true(t, r.durable == !cases[i].word, "case %zu: durable %d, %s", i, r.durable, r.why);
+        if (cases[i].word) expect_contains(t, "why", r.why, cases[i].word);
+        expect_true(t, ckpt_exists(folder, "step-00000005") == !!cases[i].word, "case %zu: older one %d", i, ckpt_exists(folder, "step-00000005"));
+        f->poison_row = -1;
+        if (!cases[i].word) { ckpt_remove(ckpt_join(path, folder, "step-00000006")); checkpoint_close(s); ckpt_save_steps(folder, f, steps, 1); s = checkpoint_open(folder, false); }
+        // the same value put into a stored checkpoint, under right checksums
+        int64_t at = SHARD_ALIGN, place = param_numel(&f->table.row[row]) / 2;
+        for (int k = 0; k <= cases[i].kind; k++)
+            for (int r2 = 0; r2 < f->table.n_rows && (k < cases[i].kind || r2 < row); r2++) if (f->table.row[r2].tied_to < 0) at += 4 * param_numel(&f->table.row[r2]);
+        int64_t bytes;
+        ckpt_join(path, ckpt_join(checkpoint, folder, "step-00000005"), "shard-0.bin");
+        char *good = ckpt_slurp(path, &bytes);
+        int fd = open(path, O_WRONLY | O_CLOEXEC);
+        CHECK(pwrite(fd, &cases[i].value, 4, at + 4 * place) == 4 && at + 4 * place < SHARD_ALIGN + plan.data_bytes, "pwrite");
+        close(fd);
+        ckpt_reseal(checkpoint);
+        const char *why = ckpt_verdict(folder, "step-00000005");
+        if (cases[i].word) expect_contains(t, "verdict", why ? why : "(taken for good)", cases[i].word);
+        else expect_true(t, why == NULL, "case %zu refused: %s", i, why);
+        ckpt_spill(path, good, bytes);
+        ckpt_reseal(checkpoint);
+        free(good);
+    }
+    checkpoint_close(s);
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+// Runs of a tensor spread over several shards, in any order, are put together by their offsets: the reader is ready for
+// checkpoints of many ranks. The files are composed here, from one of a single rank.
+static void test_many_shards(Test *t) {
+    enum { WORLD = 3 };
+    CkptPath folder, checkpoint, path;
+    ckpt_folder(folder);
+    const int64_t steps[] = {5};
+    FakeRun *f = fake_make(fake_model(1, 8, 21), 2, 1);
+    ckpt_save_steps(folder, f, steps, 1);
+    ckpt_join(checkpoint, folder, "step-00000005");
+    int64_t bytes, manifest_bytes;
+    unsigned char *whole = (unsigned char *)ckpt_slurp(ckpt_join(path, checkpoint, "shard-0.bin"), &bytes);
+    const ShardHeader *h = (const ShardHeader *)whole;
+    const ShardRun *run = (const ShardRun *)(whole + SHARD_ALIGN + h->data_bytes);
+    ShardRecord record[WORLD];
+    for (int rank = 0; rank < WORLD; rank++) {
+        // each run of elements is cut into thirds; rank r owns third (r + place of the run) modulo 3
+        unsigned char *b = (unsigned char *)host_alloc((size_t)bytes);
+        ShardRun *own = (ShardRun *)host_alloc((size_t)h->n_runs * sizeof *own);
+        int64_t n = 0, at = 0;
+        for (int64_t i = 0; i < h->n_runs; i++) {
+            int third = (int)((rank + i) % WORLD);
+            int64_t from = run[i].numel * third / WORLD, to = run[i].numel * (third + 1) / WORLD;
+            if (from == to) continue;
+            ShardRun r = {run[i].tensor, run[i].kind, run[i].global_offset + from, to - from, at};
+            memcpy(b + SHARD_ALIGN + at, whole + SHARD_ALIGN + run[i].data_offset + 4 * from, (size_t)(to - from) * 4);
+            at += (to - from) * 4;
+            own[n++] = r;
+        }
+        ShardHeader *o = (ShardHeader *)b;
+        *o = *h;
+        o->rank = rank; o->world = WORLD; o->data_bytes = at; o->n_runs = n; o->file_bytes = stored_shard_file_bytes(at, n);
+        o->crc = crc32c_software(0, o, SHARD_ALIGN - 4);
+        memset(b + SHARD_ALIGN + at, 0, (size_t)(bytes - SHARD_ALIGN - at));
+        memcpy(b + SHARD_ALIGN + at, own, (size_t)n * sizeof *own);
+        uint32_t crc = crc32c_software(0, b + SHARD_ALIGN, (size_t)at); // one piece
+        CHECK(at <= PIECE_BYTES, "too large for this test");
+        memcpy(b + SHARD_ALIGN + at + n * 32, &crc, 4);
+        snprintf(record[rank].file, sizeof record[rank].file, "shard-%d.bin", rank);
+        record[rank].bytes = o->file_bytes;
+        record[rank].table_crc = crc32c_software(0, b + SHARD_ALIGN + at, (size_t)(o->file_bytes - SHARD_ALIGN - at));
+        ckpt_spill(ckpt_join(path, checkpoint, record[rank].file), b, o->file_bytes);
+        free(b);
+        free(own);
+    }
+    char *manifest = manifest_compose(&f->state, &f->tensors, record, WORLD, &manifest_bytes);
+    ckpt_spill(ckpt_join(path, checkpoint, "manifest.json"), manifest, manifest_bytes);
+    free(manifest);
+    free(whole);
+    fake_fill(f, 77);
+    Captured c;
+    expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", f, &c), "step-00000005");
+    expect_true(t, fake_holds(t, f, 5), "values differ when put together from %d shards", WORLD);
+    // two shards exchanged, one missing
+    CkptPath a, b, x;
+    ckpt_join(a, checkpoint, "shard-0.bin"); ckpt_join(b, checkpoint, "shard-2.bin"); ckpt_join(x, checkpoint, "aside");
+    CHECK(rename(a, x) == 0 && rename(b, a) == 0 && rename(x, b) == 0, "rename");
+    const char *why = ckpt_verdict(folder, "step-00000005");
+    expect_true(t, why && strstr(why, "shard-0.bin"), "exchanged shards: %s", why ? why : "taken for good");
+    CHECK(rename(a, x) == 0 && rename(b, a) == 0 && rename(x, b) == 0, "rename");
+    expect_true(t, ckpt_verdict(folder, "step-00000005") == NULL, "not good again");
+    CHECK(unlink(ckpt_join(path, checkpoint, "shard-1.bin")) == 0, "unlink");
+    why = ckpt_verdict(folder, "step-00000005");
+    expect_true(t, why && strstr(why, "shard-1.bin: is missing"), "missing shard: %s", why ? why : "taken for good");
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Another model, another optimizer
+
+static void test_mismatch(Test *t) {
+    CkptPath folder;
+    ckpt_folder(folder);
+    const int64_t steps[] = {5};
+    FakeRun *f = fake_make(fake_model(2, 16, 37), 3, 1);
+    ckpt_save_steps(folder, f, steps, 1);
+    static const struct { int64_t L, C, V; int64_t heads; double eps; bool tied; int kinds; const char *part[4]; } row[] = {
+        {2, 16, 38, 2, 1e-5, true, 3, {"vocab_size is 37 in the checkpoint, 38 in this run", "wte.weight: (37, 16) in the checkpoint, (38, 16) in this run"}},
+        {1, 16, 37, 2, 1e-5, true, 3, {"n_layer is 2 in the checkpoint, 1", "h.1.ln_1.weight: in the checkpoint, not in this run", "h.1.mlp.c_proj.bias: in the checkpoint"}},
+        {3, 16, 37, 2, 1e-5, true, 3, {"n_layer is 2 in the checkpoint, 3", "h.2.attn.c_attn.weight: not in the checkpoint", "h.2.mlp.c_proj.bias: not"}},
+        {2, 8, 37, 2, 1e-5, true, 3, {"n_embd is 16 in the checkpoint, 8", "ln_f.bias: (16) in the checkpoint, (8) in this run"}},
+        {2, 16, 37, 4, 1e-5, true, 3, {"n_head is 2 in the checkpoint, 4 in this run"}}, // all shapes agree
+        {2, 16, 37, 2, 1e-6, true, 3, {"layer_norm_epsilon is 1e-05 in the checkpoint, 1e-06"}},
+        {2, 16, 37, 2, 1e-5, false, 3, {"tie_word_embeddings is 1 in the checkpoint, 0", "lm_head.weight: not in the checkpoint"}},
+        {2, 16, 37, 2, 1e-5, true, 2, {"optimizer state exp_avg_sq: in the checkpoint, not used"}},
+        {2, 16, 37, 2, 1e-5, true, 4, {"optimizer state spare: not in the checkpoint"}},
+    };
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        ModelConfig m = fake_model(row[i].L, row[i].C, row[i].V);
+        m.n_head = row[i].heads;
+        m.layer_norm_epsilon = row[i].eps;
+        m.tie_word_embeddings = row[i].tied;
+        FakeRun *g = fake_make(m, row[i].kinds, 1);
+        static const char *const modes[] = {"auto", "step-00000005"};
+        for (int mode = 0; mode < 2; mode++) { // a sound checkpoint of another model is never skipped
+            LoadCall call = {folder, modes[mode], g};
+            char text[DIES_TEXT_BYTES];
+            int code = run_in_child(ckpt_load_call, &call, text);
+            expect_equal_i64(t, "exit code", code, EXIT_CHECKPOINT);
+            expect_contains(t, "last line", text, "checkpoint of another model or optimizer");
+            for (int k = 0; k < 4 && row[i].part[k]; k++) expect_contains(t, "stderr", text, row[i].part[k]);
+        }
+        fake_free(g);
+    }
+    // Weights alone, for a run that trains nothing.
+    FakeRun *g = fake_make(fake_model(2, 16, 37), 1, 1);
+    g->tensors.get = NULL;
+    Captured c;
+    expect_equal_text(t, "weights alone", ckpt_load_quietly(folder, "auto", g, &c), "step-00000005");
+    expect_true(t, fake_holds(t, g, 5), "weights differ");
+    fake_free(g);
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+// A layer number is a prefix of another one: names must match whole.
+static void test_many_layers(Test *t) {
+    CkptPath folder;
+    ckpt_folder(folder);
+    const int64_t steps[] = {5};
+    FakeRun *f = fake_make(fake_model(101, 4, 3), 2, 1);
+    ckpt_save_steps(folder, f, steps, 1);
+    fake_fill(f, 9);
+    Captured c;
+    expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", f, &c), "step-00000005");
+    expect_true(t, fake_holds(t, f, 5), "values differ");
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The folder: lock, sweep, retention, permissions
+
+typedef struct {
+    const char *folder;
+} OpenCall;
+static void ckpt_open_call(void *arg) { checkpoint_open(((OpenCall *)arg)->folder, false); }
+
+static void test_lock(Test *t) {
+    CkptPath folder, deep;
+    char pid[64];
+    ckpt_folder(folder);
+    ckpt_join(deep, folder, "a/b//c/");
+    CheckpointStore *s = checkpoint_open(deep, false); // makes the whole path
+    expect_true(t, ckpt_exists(folder, "a/b/c/.lock"), "no lock file");
+    snprintf(pid, sizeof pid, "pid %ld on host ", (long)getpid());
+    OpenCall call = {deep};
+    const char *const parts[] = {"in use by another run", pid};
+    expect_dies_parts(t, EXIT_CONFIG, parts, 2, ckpt_open_call, &call);
+    checkpoint_close(s);
+    char text[DIES_TEXT_BYTES];
+    expect_equal_i64(t, "after close", run_in_child(ckpt_open_call, &call, text), -1); // opens, and leaves with the lock held
+    s = checkpoint_open(deep, false);                                                  // gone with that process
+    checkpoint_close(s);
+    // whatever an earlier holder left in the file is shown escaped
+    CkptPath path;
+    ckpt_spill(ckpt_join(path, deep, ".lock"), "pid\x1b[31m\nmore", 13);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
+    CHECK(fcntl(fd, F_OFD_SETLK, &lock) == 0, "lock");
+    expect_dies(t, EXIT_CONFIG, "(pid\\x1b[31m)", ckpt_open_call, &call);
+    close(fd);
+    // a lock file that is a link is not followed
+    CkptPath elsewhere;
+    CHECK(unlink(path) == 0 && symlink(ckpt_join(elsewhere, folder, "target"), path) == 0, "symlink");
+    expect_dies(t, EXIT_CANTCREAT, "symbolic link", ckpt_open_call, &call);
+    expect_true(t, !ckpt_exists(folder, "target"), "the link was followed");
+    ckpt_remove(folder);
+}
+
+static void test_cannot_create(Test *t) {
+    CkptPath folder, path;
+    ckpt_folder(folder);
+    ckpt_spill(ckpt_join(path, folder, "file"), "x", 1);
+    CkptPath below;
+    OpenCall rows[] = {{path}, {ckpt_join(below, path, "sub")}, {"/proc/no/such/place"}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) expect_dies(t, EXIT_CANTCREAT, "checkpoint.save_dir", ckpt_open_call, &rows[i]);
+    OpenCall empty = {""};
+    expect_dies(t, EXIT_CONFIG, "is empty", ckpt_open_call, &empty);
+    CkptPath odd; // a name that needs escaping works, and is escaped in messages
+    CheckpointStore *s = checkpoint_open(ckpt_join(odd, folder, "a b'\"\n\xff"), false);
+    OpenCall again = {odd};
+    expect_dies(t, EXIT_CONFIG, "a b'\"\\x0a\\xff", ckpt_open_call, &again);
+    checkpoint_close(s);
+    if (geteuid() != 0) { // permissions mean nothing to root
+        CHECK(chmod(folder, 0555) == 0, "chmod");
+        OpenCall closed = {folder};
+        expect_dies(t, EXIT_CANTCREAT, "Permission denied", ckpt_open_call, &closed);
+        CHECK(chmod(folder, 0755) == 0, "chmod");
+    }
+    ckpt_remove(folder);
+}
+
+static void test_sweep(Test *t) {
+    CkptPath folder, path, inner;
+    Captured c;
+    ckpt_folder(folder);
+    const int64_t steps[] = {5};
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
+    ckpt_save_steps(folder, f, steps, 1);
+    for (int i = 0; i < 100; i++) {
+        char name[64];
+        snprintf(name, sizeof name, i % 3 == 0 ? ".tmp-step-%08d-1" : i % 3 == 1 ? ".trash-step-%08d-1" : ".latest-%d", i);
+        if (i % 3 == 2) { ckpt_spill(ckpt_join(path, folder, name), "x", 1); continue; }
+        CHECK(mkdir(ckpt_join(path, folder, name), 0777) == 0, "mkdir");
+        ckpt_spill(ckpt_join(inner, path, "shard-0.bin"), "x", 1);
+        CHECK(symlink("../step-00000005", ckpt_join(inner, path, "link")) == 0, "symlink"); // removed, not followed
+    }
+    CHECK(symlink("step-00000005", ckpt_join(path, folder, ".tmp-link")) == 0, "symlink");
+    ckpt_spill(ckpt_join(path, folder, "mine.txt"), "x", 1);
+    // a reader touches nothing
+    checkpoint_close(checkpoint_open(folder, true));
+    expect_equal_i64(t, "entries after a reader", ckpt_count(folder, ckpt_count_visit), 105);
+    capture_begin(&c);
+    checkpoint_close(checkpoint_open(folder, false));
+    capture_end(&c);
+    expect_contains(t, "note", c.text, "101 leftovers of interrupted saves removed");
+    expect_equal_i64(t, "entries", ckpt_count(folder, ckpt_count_visit), 4); // .lock latest mine.txt step-00000005
+    expect_true(t, ckpt_verdict(folder, "step-00000005") == NULL, "the sweep followed a link");
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+static void test_retention(Test *t) {
+    static const struct { int64_t floor, ceiling; const char *left; } row[] = {
+        {0, 0, "1 2 3 4 5 6"}, {2, 0, "1 2 3 4 5 6"}, {0, 1, "6"}, {0, 3, "4 5 6"}, {1, 3, "4 5 6"}, {3, 3, "4 5 6"}, {2, 10, "1 2 3 4 5 6"}, {5, 2, "2 3 4 5 6"},
+    };
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        CkptPath folder;
+        ckpt_folder_fast(folder);
+        CheckpointStore *s = checkpoint_open(folder, false);
+        for (int step = 1; step <= 6; step++) {
+            fake_fill(f, step);
+            SaveResult r = checkpoint_save(s, &f->state, &f->tensors, row[i].floor, row[i].ceiling);
+            expect_true(t, r.durable, "%s", r.why);
+        }
+        checkpoint_close(s);
+        char left[64] = "";
+        for (int step = 1; step <= 6; step++) {
+            char name[64];
+            snprintf(name, sizeof name, "step-%08d", step);
+            if (ckpt_exists(folder, name)) snprintf(left + strlen(left), sizeof left - strlen(left), "%s%d", left[0] ? " " : "", step);
+        }
+        expect_equal_text(t, "left", left, row[i].left);
+        expect_equal_i64(t, "leftovers", ckpt_count(folder, ckpt_hidden_visit), 0);
+        ckpt_remove(folder);
+    }
+    // A damaged one is neither counted nor deleted; one that is newer than the save (the run was taken back) stays, and
+    // the one just saved stays, although it is the oldest.
+    CkptPath folder, path;
+    ckpt_folder_fast(folder);
+    const int64_t steps[] = {10, 20, 30, 40};
+    ckpt_save_steps(folder, f, steps, 4);
+    ckpt_harm(ckpt_join(path, folder, "step-00000040/manifest.json"), HARM_CUT_1);
+    CheckpointStore *s = checkpoint_open(folder, false);
+    fake_fill(f, 25);
+    SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 1, 1);
+    expect_true(t, r.durable, "%s", r.why);
+    expect_true(t, !ckpt_exists(folder, "step-00000010") && !ckpt_exists(folder, "step-00000020") && ckpt_exists(folder, "step-00000025") && ckpt_exists(folder, "step-00000030") && ckpt_exists(folder, "step-00000040"), "wrong ones kept");
+    fake_fill(f, 50);
+    r = checkpoint_save(s, &f->state, &f->tensors, 0, 2);
+    expect_true(t, r.durable && !ckpt_exists(folder, "step-00000025") && ckpt_exists(folder, "step-00000030") && ckpt_exists(folder, "step-00000040") && ckpt_exists(folder, "step-00000050"), "wrong ones kept");
+    checkpoint_close(s);
+    ckpt_remove(folder);
+    fake_free(f);
+}
+
+// The folder is deleted while the run goes on: the next save makes it anew, locked.
+static void test_folder_deleted(Test *t) {
+    CkptPath folder, deep;
+    Captured c;
+    ckpt_folder(folder);
+    ckpt_join(deep, folder, "a/b");
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
+    CheckpointStore *s = checkpoint_open(deep, false);
+    CkptPath a;
+    ckpt_remove(ckpt_join(a, folder, "a"));
+    fake_fill(f, 4);
+    capture_begin(&c);
+    SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
+    capture_end(&c);
+    expect_true(t, r.durable && strstr(c.text, "was deleted"), "%s %s", r.why, c.text);
+    expect_true(t, ckpt_verdict(deep, "step-00000004") == NULL, "not good");
+    OpenCall call = {deep};
+    expect_dies(t, EXIT_CONFIG, "in use by another run", ckpt_open_call, &call);
+    checkpoint_close(s);
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Faults at every call
+
+typedef struct {
+    int64_t calls, at;  // calls so far; the one that is struck, from 1; 0 = none
+    int error;          // errno of the struck call; 0 = the process ends there
+    bool storm;         // every call first meets EINTR, every write is short
+    bool again;         // of the storm: this call's EINTR was given
+    bool no_flags;      // a file system that knows no renameat2 flags
+} Faults;
+
+static int faults_before(void *ctx, IoCall *call) {
+    Faults *f = (Faults *)ctx;
+    if (f->storm) {
+        bool can = call->op != IO_FOLDER && call->op != IO_CLOSE && call->op != IO_RENAME && call->op != IO_UNLINK && call->op != IO_RMDIR;
+        if (can && !f->again) { f->again = true; return EINTR; }
+        f->again = false;
+        if (call->op == IO_WRITE && call->bytes > 4096) call->bytes = 4096;
+        else if (call->op == IO_WRITE && call->bytes > 7) call->bytes = 7;
+    }
+    if (f->no_flags && call->op == IO_RENAME && call->rename != IO_RENAME_OVER) return EINVAL;
+    if (++f->calls != f->at) return 0;
+    if (f->error == 0) _exit(7);
+    return f->error;
+}
+
+// For every call of a save and every error: what was saved before still loads, nothing torn has a final name, no space is
+// lost, and the next save works. The save under test replaces one of the same step in half of the cases.
+static void test_fail_every_call(Test *t) {
+    static const int errors[] = {ENOSPC, EIO, EDQUOT};
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1), *g = fake_make(fake_model(1, 8, 5), 1, 1);
+    Captured c;
+    int64_t struck = 0, not_durable = 0;
+    for (int same_step = 0; same_step < 2; same_step++)
+        for (size_t e = 0; e < sizeof errors / sizeof *errors; e++)
+            for (int64_t k = 1;; k++) {
+                CkptPath folder;
+                ckpt_folder_fast(folder);
+                Faults faults = {0};
+                Io io = {faults_before, &faults};
+                CheckpointStore *s = checkpoint_open_io(folder, false, &io);
+                for (int step = 1; step <= 2; step++) {
+                    fake_fill(f, step);
+                    CHECK(checkpoint_save(s, &f->state, &f->tensors, 0, 2).durable, "save %d", step);
+                }
+                int64_t third = same_step ? 2 : 3;
+                fake_fill(f, 3);
+                f->state.step = third;
+                faults.calls = 0;
+                faults.at = k;
+                faults.error = errors[e];
+                capture_begin(&c);
+                SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 2);
+                capture_end(&c);
+                bool over = faults.calls < k; // the save makes fewer calls than that: all were struck
+                faults.at = 0;
+                struck += !over;
+                not_durable += !r.durable;
+                expect_true(t, r.durable ? r.why[0] == 0 : strstr(r.why, strerror(errors[e])) != NULL && strstr(r.why, folder), "call %" PRId64 ": durable %d, why \"%s\"", k, r.durable, r.why);
+                // a refused allocation or write leaves nothing; only a struck removal or last fsync may
+                const char *name = ckpt_load_quietly(folder, "auto", g, &c);
+                bool new_one = strcmp(name, "step-00000003") == 0 || (same_step && g->state.tokens == 3000);
+                expect_true(t, name[0] && c.text[0] == 0, "call %" PRId64 ": loaded \"%s\", noted \"%s\"", k, name, c.text);
+                expect_true(t, r.durable ? new_one : true, "call %" PRId64 ": durable, but %s was loaded", k, name);
+                g->state.step = g->state.tokens / 1000;
+                expect_true(t, fake_holds(t, g, new_one ? 3 : 2), "call %" PRId64 ": wrong values", k);
+                expect_true(t, s->failed_in_a_row == !r.durable, "%d failures in a row", s->failed_in_a_row);
+                // and on
+                fake_fill(f, 4);
+                SaveResult next = checkpoint_save(s, &f->state, &f->tensors, 0, 2);
+                expect_true(t, next.durable, "call %" PRId64 ": the next save fails: %s", k, next.why);
+                checkpoint_close(s);
+                capture_begin(&c);
+                checkpoint_close(checkpoint_open(folder, false));
+                capture_end(&c);
+                expect_equal_i64(t, "leftovers", ckpt_count(folder, ckpt_hidden_visit), 0);
+                expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", g, &c), "step-00000004");
+                expect_true(t, fake_holds(t, g, 4), "call %" PRId64 ": wrong values at the end", k);
+                ckpt_remove(folder);
+                if (over) break;
+            }
+    expect_true(t, struck > 150 && not_durable > 100 && not_durable < struck, "%" PRId64 " calls struck, %" PRId64 " saves failed", struck, not_durable);
+    fake_free(f);
+    fake_free(g);
+}
+
+typedef struct {
+    CkptPath folder;
+    Faults faults;
+    int64_t *acknowledged; // shared with the parent: the last step whose save was durable
+    int64_t saves;
+} KilledRun;
+
+static void killed_run(void *arg) {
+    KilledRun *r = (KilledRun *)arg;
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
+    Io io = {faults_before, &r->faults};
+    CheckpointStore *s = checkpoint_open_io(r->folder, false, &io);
+    for (int64_t step = 1; step <= r->saves; step++) {
+        fake_fill(f, step);
+        if (checkpoint_save(s, &f->state, &f->tensors, 0, 1).durable) *r->acknowledged = step;
+    }
+}
+
+// The process ends at its k-th call, for every k of a start and three saves with one checkpoint kept: the acknowledged one
+// loads, or a newer one, with the right values; the next start cleans up.
+static void test_stop_at_every_call(Test *t) {
+    FakeRun *g = fake_make(fake_model(1, 8, 5), 1, 1);
+    Captured c;
+    int64_t *acknowledged = (int64_t *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(acknowledged != MAP_FAILED, "mmap");
+    int64_t stops = 0;
+    for (int64_t k = 1;; k++) {
+        KilledRun r;
+        memset(&r, 0, sizeof r);
+        ckpt_folder_fast(r.folder);
+        r.faults.at = k;
+        r.saves = 3;
+        r.acknowledged = acknowledged;
+        *acknowledged = 0;
+        char text[DIES_TEXT_BYTES];
+        int code = run_in_child(killed_run, &r, text);
+        expect_true(t, code == 7 || code == -1, "exit code %d: %s", code, text);
+        const char *name = ckpt_load_quietly(r.folder, "auto", g, &c);
+        expect_true(t, c.text[0] == 0, "stop at call %" PRId64 ": %s", k, c.text); // nothing had to be skipped
+        int64_t got = name[0] ? g->state.step : 0;
+        expect_true(t, got >= *acknowledged, "stop at call %" PRId64 ": step %" PRId64 " acknowledged, \"%s\" loaded", k, *acknowledged, name);
+        if (got) expect_true(t, fake_holds(t, g, got), "stop at call %" PRId64 ": wrong values", k);
+        capture_begin(&c);
+        checkpoint_close(checkpoint_open(r.folder, false));
+        capture_end(&c);
+        expect_equal_i64(t, "leftovers", ckpt_count(r.folder, ckpt_hidden_visit), 0);
+        ckpt_remove(r.folder);
+        stops += code == 7;
+        if (code == -1) break;
+    }
+    expect_true(t, stops > 100, "only %" PRId64 " stops", stops);
+    munmap(acknowledged, 4096);
+    fake_free(g);
+}
+
+// Interrupted calls and short writes change nothing; neither does a file system without renameat2's flags, except that a
+// complete checkpoint of the same step is then kept and the save refused.
+static void test_odd_file_systems(Test *t) {
+    CkptPath folder, path;
+    FakeRun *f = fake_make(fake_model(1, 16, 37), 2, 1);
+    Captured c;
+    ckpt_folder(folder);
+    Faults storm = {0};
+    storm.storm = true;
+    Io io = {faults_before, &storm};
+    CheckpointStore *s = checkpoint_open_io(folder, false, &io);
+    fake_fill(f, 5);
+    SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
+    checkpoint_close(s);
+    expect_true(t, r.durable && storm.calls > 1000, "durable %d after %" PRId64 " calls: %s", r.durable, storm.calls, r.why);
+    fake_fill(f, 9);
+    expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", f, &c), "step-00000005");
+    expect_true(t, fake_holds(t, f, 5), "values differ");
+    Faults plain = {0};
+    plain.no_flags = true;
+    Io plain_io = {faults_before, &plain};
+    s = checkpoint_open_io(folder, false, &plain_io);
+    fake_fill(f, 6);
+    r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
+    expect_true(t, r.durable, "%s", r.why);
+    r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
+    expect_true(t, !r.durable && strstr(r.why, "exists already"), "durable %d: %s", r.durable, r.why);
+    expect_true(t, ckpt_verdict(folder, "step-00000006") == NULL, "the old one was harmed");
+    ckpt_harm(ckpt_join(path, folder, "step-00000006/shard-0.bin"), HARM_CUT_1); // a broken one makes way
+    r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
+    expect_true(t, r.durable && ckpt_verdict(folder, "step-00000006") == NULL, "durable %d: %s", r.durable, r.why);
+    checkpoint_close(s);
+    capture_begin(&c);
+    checkpoint_close(checkpoint_open(folder, false));
+    capture_end(&c);
+    expect_equal_i64(t, "leftovers", ckpt_count(folder, ckpt_hidden_visit), 0);
+    ckpt_remove(folder);
+    fake_free(f);
+}
+
+static int no_space(void *ctx, IoCall *call) {
+    if (call->op != IO_SPACE) *(int *)ctx += call->op == IO_FOLDER;
+    return 0;
+}
+
+// Too little room is seen before anything is written.
+static void test_space(Test *t) {
+    CkptPath folder;
+    ckpt_folder(folder);
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
+    const int64_t steps[] = {1};
+    ckpt_save_steps(folder, f, steps, 1);
+    int folders = 0;
+    Io io = {no_space, &folders};
+    CheckpointStore *s = checkpoint_open_io(folder, false, &io);
+    // a model whose checkpoint no disk of today can hold: 2^44 rows; get must never be called
+    ModelConfig m = fake_model(1, 8, 5);
+    ParamTable huge = f->table;
+    huge.row = (ParamDesc *)host_alloc(sizeof(ParamDesc) * (size_t)huge.n_rows);
+    memcpy(huge.row, f->table.row, sizeof(ParamDesc) * (size_t)huge.n_rows);
+    huge.row[0].shape[0] = (int64_t)1 << 44;
+    CheckpointTensors tensors = f->tensors;
+    tensors.table = &huge;
+    tensors.model = &m;
+    folders = 0;
+    SaveResult r = checkpoint_save(s, &f->state, &tensors, 0, 0);
+    expect_true(t, !r.durable && folders == 0, "durable %d, %d folders made", r.durable, folders);
+    expect_contains(t, "why", r.why, "are free");
+    expect_true(t, ckpt_verdict(folder, "step-00000001") == NULL, "the old one was harmed");
+    checkpoint_close(s);
+    free(huge.row);
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
+static const TestRow checkpoint_tests[] = {
+    {"crc32c", test_crc32c},
+    {"round_trip", test_round_trip},
+    {"manifest_text", test_manifest_text},
+    {"bit_flips", test_bit_flips},
+    {"flips_name_tensors", test_flips_name_tensors},
+    {"damaged_files", test_damaged_files},
+    {"choice", test_choice},
+    {"latest", test_latest},
+    {"all_broken", test_all_broken},
+    {"forged_manifest", test_forged_manifest},
+    {"forged_shard", test_forged_shard},
+    {"not_finite", test_not_finite},
+    {"many_shards", test_many_shards},
+    {"mismatch", test_mismatch},
+    {"many_layers", test_many_layers},
+    {"lock", test_lock},
+    {"cannot_create", test_cannot_create},
+    {"sweep", test_sweep},
+    {"retention", test_retention},
+    {"folder_deleted", test_folder_deleted},
+    {"fail_every_call", test_fail_every_call},
+    {"stop_at_every_call", test_stop_at_every_call},
+    {"odd_file_systems", test_odd_file_systems},
+    {"space", test_space},
+    {NULL, NULL},
+};
