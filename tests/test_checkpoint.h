@@ -610,8 +610,9 @@ static void ckpt_reseal(const char *checkpoint) {
     int64_t bytes;
     unsigned char *b = (unsigned char *)ckpt_slurp(ckpt_join(path, checkpoint, "shard-0.bin"), &bytes);
     ShardHeader *h = (ShardHeader *)b;
-    int64_t table = SHARD_ALIGN + h->data_bytes, crcs = table + h->n_runs * 32;
-    bool sane = h->data_bytes >= 0 && h->data_bytes <= bytes - SHARD_ALIGN && h->n_runs >= 0 && h->n_runs < bytes / 32 && crcs + stored_shard_pieces(h->data_bytes) * 4 <= bytes;
+    bool sane = h->data_bytes >= 0 && h->data_bytes <= bytes - SHARD_ALIGN && h->n_runs >= 0 && h->n_runs < bytes / 32;
+    int64_t table = sane ? SHARD_ALIGN + h->data_bytes : 0, crcs = sane ? table + h->n_runs * 32 : 0;
+    sane = sane && crcs + stored_shard_pieces(h->data_bytes) * 4 <= bytes;
     for (int64_t i = 0; sane && i < stored_shard_pieces(h->data_bytes); i++) {
         int64_t start = i * PIECE_BYTES, length = min_i64(PIECE_BYTES, h->data_bytes - start);
         uint32_t crc = crc32c_software(0, b + SHARD_ALIGN + start, (size_t)length);
