@@ -82,7 +82,7 @@ static inline __attribute__((always_inline)) void pack(float *dst, const Factor 
         for (int64_t k = 0; k < K; k++) {
             const float *src = row_load(f->t, first + (k0 + k) * f->k_stride, there, scratch);
             for (int64_t i = 0; i < whole; i += width) memcpy(dst + i * K + k * width, src + i, (size_t)width * 4);
-            memcpy(dst + whole * K + k * width, src + whole, (size_t)(there - whole) * 4);
+            for (int64_t i = whole; i < there; i++) dst[whole * K + k * width + i - whole] = src[i];
         }
         return;
     }
