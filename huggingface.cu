@@ -19,8 +19,6 @@
 #include "model.cu"
 #include "runtime/json.h"
 #include "runtime/safetensors.h"
-#include <dirent.h>
-#include <sys/statvfs.h>
 
 enum {
     HF_JSON_BYTES_MAX = 16 << 20,    // config.json and the index
@@ -124,6 +122,7 @@ static int64_t hf_config_count(HfConfig *c, const char *key, const char *other, 
     if (!digits || json_to_i64(json_text(&c->json, n), node->length, &value) != JSON_WHOLE || value < 1 || value > most) {
         snprintf(wanted, sizeof wanted, "a whole number from 1 to %" PRId64, most);
         hf_config_wrong(c, n, wanted);
+        return 0;
     }
     return value;
 }
@@ -186,7 +185,7 @@ static void hf_config_json_read(int folder, const char *shown, ModelConfig *m) {
     m->n_embd = hf_config_count(&c, "n_embd", "hidden_size", HF_WIDTH_MAX, 0);
     m->n_positions = hf_config_count(&c, "n_positions", "max_position_embeddings", HF_POSITIONS_MAX, 0);
     m->vocab_size = hf_config_count(&c, "vocab_size", NULL, HF_VOCAB_MAX, 0);
-    m->n_inner = hf_config_count(&c, "n_inner", NULL, 4 * HF_WIDTH_MAX, 4 * m->n_embd);
+    m->n_inner = hf_config_count(&c, "n_inner", NULL, 4 * HF_WIDTH_MAX, max_i64(1, 4 * m->n_embd));
     m->layer_norm_epsilon = hf_config_number(&c, "layer_norm_epsilon", 1e-5);
     m->tie_word_embeddings = hf_config_flag(&c, "tie_word_embeddings", true);
     if (!(m->layer_norm_epsilon > 0)) hf_problem(&problems, "layer_norm_epsilon = %g: must be above 0", m->layer_norm_epsilon);
@@ -615,10 +614,11 @@ static void hf_import(const char *init_from, const ModelConfig *m, const ParamTa
 // Export
 
 typedef struct {
+    Io *io;
     char shown[512];      // the folder that is to appear
-    char base[256];       // its last component
-    char temporary[64];   // name while it is being filled
-    int parent, folder;   // descriptors of the folder above and of the temporary one; -1 = not open
+    char base[IO_NAME_MAX]; // its last component
+    char temporary[64];   // name while it is being filled; "" = not made yet
+    IoHandle parent, folder; // the folder above, and the temporary one
 } HfExport;
 
 // Ends the program after removing what was written.
@@ -628,18 +628,28 @@ __attribute__((noreturn)) PRINTF_LIKE(3, 4) static void hf_export_fail(HfExport 
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    DIR *listing = e->folder >= 0 ? fdopendir(e->folder) : NULL;
-    for (struct dirent *entry; listing && (entry = readdir(listing));)
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0) unlinkat(e->folder, entry->d_name, 0);
-    if (e->folder >= 0) unlinkat(e->parent, e->temporary, AT_REMOVEDIR);
+    Io cleaning; // its failures would hide the reason
+    memset(&cleaning, 0, sizeof cleaning);
+    if (e->temporary[0]) io_remove(&cleaning, &e->parent, e->temporary);
     die(code, "export to %s: %s", e->shown, text);
 }
 
+// A call that failed: the exit code says whether something could not be made or not be written.
+__attribute__((noreturn)) static void hf_export_io(HfExport *e) {
+    bool create = e->io->error == EACCES || e->io->error == EPERM || e->io->error == EROFS;
+    hf_export_fail(e, create ? EXIT_CANTCREAT : EXIT_IO, "%s", e->io->why);
+}
+
+static void hf_count_entry(void *ctx, const char *name) {
+    (void)name;
+    ++*(int *)ctx;
+}
+
 // Takes the path apart, opens the folder above, and makes sure that nothing would be replaced.
-static void hf_export_begin(HfExport *e, const char *dir) {
+static void hf_export_begin(HfExport *e, Io *io, const char *dir) {
     char path[CONFIG_PATH_MAX];
     memset(e, 0, sizeof *e);
-    e->parent = e->folder = -1;
+    e->io = io;
     hf_shown(e->shown, dir);
     size_t n = strlen(dir);
     if (n >= sizeof path) die(EXIT_CONFIG, "export to %s: the path has %zu bytes, more than %d", e->shown, n, CONFIG_PATH_MAX - 1);
@@ -650,24 +660,40 @@ static void hf_export_begin(HfExport *e, const char *dir) {
     if (*base == 0 || strcmp(base, ".") == 0 || strcmp(base, "..") == 0 || strlen(base) >= sizeof e->base) die(EXIT_CONFIG, "export to \"%s\": name a folder that is to be made", e->shown);
     memcpy(e->base, base, strlen(base) + 1);
     if (slash) slash[slash == path ? 1 : 0] = 0; // "/x" is below "/"
-    e->parent = open(slash ? path : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (e->parent < 0) die(EXIT_CANTCREAT, "export to %s: the folder above it: %s", e->shown, strerror(errno));
+    e->parent.fd = open(slash ? path : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (e->parent.fd < 0) die(EXIT_CANTCREAT, "export to %s: the folder above it: %s", e->shown, strerror(errno));
     struct stat st;
-    if (fstatat(e->parent, e->base, &st, AT_SYMLINK_NOFOLLOW) != 0) return;
-    int existing = S_ISDIR(st.st_mode) ? openat(e->parent, e->base, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW) : -1;
-    DIR *listing = existing >= 0 ? fdopendir(existing) : NULL;
-    int entries = 0;
-    while (listing && readdir(listing)) entries++;
-    if (!listing || entries > 2) die(EXIT_CANTCREAT, "export to %s: already there and not an empty folder; nothing is overwritten: name another one, or remove it first", e->shown);
-    closedir(listing);
+    if (fstatat(e->parent.fd, e->base, &st, AT_SYMLINK_NOFOLLOW) != 0) return;
+    int existing = S_ISDIR(st.st_mode) ? openat(e->parent.fd, e->base, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW) : -1, entries = 0;
+    if (existing < 0 || !folder_each(existing, hf_count_entry, &entries) || entries > 0)
+        die(EXIT_CANTCREAT, "export to %s: already there and not an empty folder; nothing is overwritten: name another one, or remove it first", e->shown);
+    close(existing);
+}
+
+// Makes the temporary folder, if the disk has room for what will be in it.
+static void hf_export_make(HfExport *e, int64_t bytes) {
+    int64_t space;
+    if (!io_space(e->io, &e->parent, &space)) hf_export_io(e);
+    if (space < bytes) die(EXIT_IO, "export to %s: needs %" PRId64 " bytes, the disk has %" PRId64 " free", e->shown, bytes, space);
+    char name[sizeof e->temporary];
+    snprintf(name, sizeof name, ".tmp-export-%016" PRIx64, io_nonce());
+    if (!io_mkdir(e->io, &e->parent, name)) hf_export_io(e);
+    memcpy(e->temporary, name, sizeof name); // from here on it is ours to remove
+    if (!io_open_folder(e->io, &e->parent, e->temporary, &e->folder)) hf_export_io(e);
+}
+
+// Gives the finished folder its name: replaces an empty folder, and fails on anything else that came up there meanwhile.
+static void hf_export_publish(HfExport *e) {
+    if (!io_sync(e->io, &e->folder) || !io_rename(e->io, &e->parent, e->temporary, e->base, IO_RENAME_OVER)) hf_export_io(e);
+    if (!io_sync(e->io, &e->parent)) die(EXIT_IO, "export to %s: is there, but perhaps not on disk yet: %s", e->shown, e->io->why);
+    close(e->folder.fd);
+    close(e->parent.fd);
 }
 
 // Writes a small file of the new folder.
 static void hf_export_text(HfExport *e, const char *name, const char *text, int64_t bytes) {
-    int fd = openat(e->folder, name, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
-    if (fd < 0) hf_export_fail(e, EXIT_CANTCREAT, "%s: %s", name, strerror(errno));
-    if (!file_write_all(fd, text, bytes) || fsync(fd) != 0) hf_export_fail(e, EXIT_IO, "%s: %s", name, strerror(errno));
-    if (close(fd) != 0) hf_export_fail(e, EXIT_IO, "%s: %s", name, strerror(errno));
+    IoHandle file;
+    if (!io_create(e->io, &e->folder, name, &file) || !io_write(e->io, &file, text, bytes, 0) || !io_sync(e->io, &file) || !io_close(e->io, &file)) hf_export_io(e);
 }
 
 // The table and the configuration must say the same: the configuration is what the reader of the export believes.
@@ -711,12 +737,10 @@ static void hf_export_ids(const ModelConfig *m, int64_t *bos, int64_t *eos) {
 }
 
 // config.json for transformers 4 and 5 and for converters that read n_ctx, and generation_config.json.
-static void hf_export_config(HfExport *e, const ModelConfig *m, DType dtype) {
+static void hf_export_config(HfExport *e, const ModelConfig *m, DType dtype, int64_t bos, int64_t eos) {
     static const char *const type_names[] = {"float32", "bfloat16", "float16"}; // by DType
     const char *type = type_names[dtype];
     char text[2048], inner[32] = "null", bos_text[32] = "null", eos_text[32] = "null", epsilon[32];
-    int64_t bos, eos;
-    hf_export_ids(m, &bos, &eos);
     if (m->n_inner != 4 * m->n_embd) snprintf(inner, sizeof inner, "%" PRId64, m->n_inner);
     if (bos >= 0) snprintf(bos_text, sizeof bos_text, "%" PRId64, bos);
     if (eos >= 0) snprintf(eos_text, sizeof eos_text, "%" PRId64, eos);
@@ -773,7 +797,6 @@ static void hf_export_row(HfExport *e, SafeWriter *w, const ParamDesc *r, DType 
     int64_t OC = r->shape[0], C = r->shape[1];
     int64_t width = r->hf_transposed ? OC : C, height = r->hf_transposed ? C : OC; // of the tensor in the file
     int64_t step = max_i64(1, HF_BLOCK_NUMEL / width);
-    char why[300];
     for (int64_t top = 0; top < height; top += step) {
         int64_t n = min_i64(step, height - top);
         for (int64_t i = 0; i < n; i++) {
@@ -784,7 +807,7 @@ static void hf_export_row(HfExport *e, SafeWriter *w, const ParamDesc *r, DType 
                     hf_export_fail(e, EXIT_NUMERICS, "%s has %g at [%" PRId64 ", %" PRId64 "], which %s cannot hold%s", r->name, (double)x, top + i, k, dtype_name(dtype), isfinite(x) ? "; export as bf16 or fp32" : "");
             }
         }
-        if (!safetensors_append(w, block, n * width * dtype_bytes(dtype), why, sizeof why)) hf_export_fail(e, EXIT_IO, "%s %s", w->name, why);
+        if (!safetensors_append(w, block, n * width * dtype_bytes(dtype))) hf_export_io(e);
     }
 }
 
@@ -835,7 +858,7 @@ static void hf_export_index(HfExport *e, const ParamTable *table, const int *sha
 
 // Writes one file of weights.
 static void hf_export_shard(HfExport *e, const ParamTable *table, const int *shard_of, int shard, int n_shards, DType dtype, void (*get)(void *, int, float *), void *ctx, float *values, void *block) {
-    char file[64], why[300];
+    char file[64];
     int n = 0;
     SafeTensor *tensor = (SafeTensor *)host_alloc((size_t)table->n_rows * sizeof *tensor);
     char(*name)[96] = (char(*)[96])host_alloc((size_t)table->n_rows * sizeof *name);
@@ -851,47 +874,35 @@ static void hf_export_shard(HfExport *e, const ParamTable *table, const int *sha
     static const SafeMetadata metadata[] = {{"format", "pt"}}; // some releases of transformers insist on it
     SafeWriter w;
     hf_shard_name(file, shard, n_shards);
-    if (!safetensors_create(&w, e->folder, file, tensor, n, metadata, 1, why, sizeof why)) hf_export_fail(e, EXIT_IO, "%s %s", file, why);
+    if (!safetensors_create(&w, e->io, &e->folder, file, tensor, n, metadata, 1)) hf_export_io(e);
     for (int i = 0; i < table->n_rows; i++) {
         if (shard_of[i] != shard) continue;
         get(ctx, i, values);
         hf_export_row(e, &w, &table->row[i], dtype, values, block);
     }
-    if (!safetensors_finish(&w, why, sizeof why)) hf_export_fail(e, EXIT_IO, "%s %s", file, why);
+    if (!safetensors_finish(&w)) hf_export_io(e);
     free(tensor);
     free(name);
 }
 
-// hf_export with the size above which files are split.
-static void hf_export_sharded(const char *dir, const ModelConfig *m, const ParamTable *table, DType dtype, int64_t shard_bytes, void (*get)(void *ctx, int row, float *values), void *ctx) {
+// hf_export with the size above which files are split, and with the seam of durable.h.
+static void hf_export_with(Io *io, const char *dir, const ModelConfig *m, const ParamTable *table, DType dtype, int64_t shard_bytes, void (*get)(void *ctx, int row, float *values), void *ctx) {
     HfExport e;
+    int64_t bos, eos, total_bytes, most, block_most;
     hf_check_table(m, table);
-    hf_export_begin(&e, dir);
-    int64_t total_bytes, most, block_most;
+    hf_export_ids(m, &bos, &eos);
+    hf_buffers(table, &most, &block_most);
     int *shard_of = (int *)host_alloc((size_t)table->n_rows * sizeof *shard_of);
     int n_shards = hf_export_plan(table, dtype, shard_bytes, shard_of, &total_bytes);
-    struct statvfs disk;
-    if (fstatvfs(e.parent, &disk) == 0 && (double)disk.f_bavail * (double)disk.f_frsize < (double)total_bytes)
-        die(EXIT_IO, "export to %s: needs %" PRId64 " bytes, the disk has %.0f free", e.shown, total_bytes, (double)disk.f_bavail * (double)disk.f_frsize);
-    uint64_t nonce = 0;
-    if (getrandom(&nonce, sizeof nonce, 0) != (ssize_t)sizeof nonce) nonce = (uint64_t)getpid(); // mkdir refuses a name that exists
-    snprintf(e.temporary, sizeof e.temporary, ".tmp-export-%016" PRIx64, nonce);
-    if (mkdirat(e.parent, e.temporary, 0777) != 0) die(EXIT_CANTCREAT, "export to %s: cannot create a folder there: %s", e.shown, strerror(errno));
-    e.folder = openat(e.parent, e.temporary, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
-    if (e.folder < 0) die(EXIT_CANTCREAT, "export to %s: %s", e.shown, strerror(errno));
-    hf_buffers(table, &most, &block_most);
     float *values = (float *)host_alloc((size_t)most * sizeof(float));
     void *block = host_alloc((size_t)(block_most * dtype_bytes(dtype)));
+    hf_export_begin(&e, io, dir);
+    hf_export_make(&e, total_bytes);
     for (int shard = 0; shard < n_shards; shard++) hf_export_shard(&e, table, shard_of, shard, n_shards, dtype, get, ctx, values, block);
     if (n_shards > 1) hf_export_index(&e, table, shard_of, n_shards, total_bytes);
-    hf_export_config(&e, m, dtype);
+    hf_export_config(&e, m, dtype, bos, eos);
     hf_export_tokenizer(&e, m->init_from);
-    if (fsync(e.folder) != 0) hf_export_fail(&e, EXIT_IO, "%s", strerror(errno));
-    // Replaces an empty folder of that name, and fails on anything else that has come up there meanwhile.
-    if (renameat(e.parent, e.temporary, e.parent, e.base) != 0) hf_export_fail(&e, EXIT_CANTCREAT, "%s", strerror(errno));
-    if (fsync(e.parent) != 0) die(EXIT_IO, "export to %s: is there, but may not be on disk yet: %s", e.shown, strerror(errno));
-    close(e.folder);
-    close(e.parent);
+    hf_export_publish(&e);
     free(values);
     free(block);
     free(shard_of);
@@ -899,7 +910,10 @@ static void hf_export_sharded(const char *dir, const ModelConfig *m, const Param
 
 // Writes a folder `dir` that transformers loads: config.json, generation_config.json, weights of type dtype, and the tokenizer
 // of m->init_from. get(ctx, row, values) fills values with row's (shape[0], shape[1]) in fp32; it is called once for each
-// stored row, in the order of the table. Dies with EXIT_CANTCREAT, EXIT_IO, or EXIT_NUMERICS for weights that are not finite.
+// stored row, in the order of the table. Dies with EXIT_CONFIG, EXIT_CANTCREAT or EXIT_IO, with EXIT_NUMERICS for weights that
+// the type cannot hold.
 static void hf_export(const char *dir, const ModelConfig *m, const ParamTable *table, DType dtype, void (*get)(void *ctx, int row, float *values), void *ctx) {
-    hf_export_sharded(dir, m, table, dtype, HF_SHARD_BYTES, get, ctx);
+    Io io;
+    memset(&io, 0, sizeof io);
+    hf_export_with(&io, dir, m, table, dtype, HF_SHARD_BYTES, get, ctx);
 }

@@ -19,9 +19,9 @@
 //
 // Messages in `why` say what is wrong, without the path of the file, and are safe to print.
 #pragma once
+#include "durable.h"
 #include "json.h"
 #include "tensor.h"
-#include <sys/random.h>
 
 enum {
     SAFETENSORS_HEADER_MAX = 100000000, // bytes of JSON
@@ -390,14 +390,15 @@ static inline bool safetensors_read(const SafeTensors *st, const SafeTensor *t, 
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Writing: declare all tensors, then append their data in the same order, piece by piece. The file appears under its name
-// only when it is complete and on disk.
+// Writing: declare all tensors, then append their data in the same order, piece by piece. The file gets its name at once:
+// whoever must never see half a file writes into a folder that is not yet public, as checkpoints and exports do.
 
 typedef struct {
-    int folder, fd;        // the folder is the caller's
-    char name[256], temporary[280];
-    int64_t data_bytes;    // that the declared tensors hold
-    int64_t written;       // of them, so far
+    Io *io;                // reasons of failures are in io->why
+    const IoHandle *folder;
+    IoHandle file;         // fd -1 = not open
+    int64_t header_bytes, data_bytes; // the declared tensors hold data_bytes
+    int64_t written;       // of data_bytes, so far
 } SafeWriter;
 
 // A text that grows in a buffer whose room was computed beforehand.
@@ -462,64 +463,40 @@ static inline char *safetensors_header(SafeTensor *tensor, int n, const SafeMeta
     return header;
 }
 
-// Unpublishes: the temporary file goes, the name stays untouched.
-static inline void safetensors_abandon(SafeWriter *w) {
-    if (w->fd >= 0) {
-        close(w->fd);
-        unlinkat(w->folder, w->temporary, 0);
-    }
-    w->fd = -1;
+// Removes a file that is not finished. The reason of the failure that led here stays in io->why.
+static inline bool safetensors_abandon(SafeWriter *w) {
+    char name[IO_NAME_MAX];
+    snprintf(name, sizeof name, "%s", w->file.name + (w->folder->name[0] ? strlen(w->folder->name) + 1 : 0));
+    if (w->file.fd >= 0) close(w->file.fd);
+    w->file.fd = -1;
+    unlinkat(w->folder->fd, name, 0);
+    return false;
 }
 
-// Starts a file `name` (a plain name) in the folder. Names must differ from each other; type, ndim and shape are given,
-// begin and end are filled. Fails early when the disk has no room.
-static inline bool safetensors_create(SafeWriter *w, int folder, const char *name, SafeTensor *tensor, int n, const SafeMetadata *metadata, int n_metadata, char *why, size_t room) {
-    uint64_t nonce = 0;
-    if (getrandom(&nonce, sizeof nonce, 0) != (ssize_t)sizeof nonce) nonce = (uint64_t)getpid(); // O_EXCL guards, not the nonce
+// Starts a new file `name` (a plain name) in the folder. The names of tensors must differ from each other; name, type, ndim
+// and shape are given, begin and end are filled. Finds a full disk before the first byte of data.
+static inline bool safetensors_create(SafeWriter *w, Io *io, const IoHandle *folder, const char *name, SafeTensor *tensor, int n, const SafeMetadata *metadata, int n_metadata) {
+    w->io = io;
     w->folder = folder;
     w->written = 0;
-    snprintf(w->name, sizeof w->name, "%s", name);
-    snprintf(w->temporary, sizeof w->temporary, ".tmp-%.200s-%016" PRIx64, name, nonce);
-    w->fd = openat(folder, w->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0666);
-    if (w->fd < 0) return safetensors_fail(why, room, "cannot be created: %s", strerror(errno));
-    int64_t header_bytes;
-    char *header = safetensors_header(tensor, n, metadata, n_metadata, &header_bytes);
-    w->data_bytes = n ? tensor[n - 1].end - header_bytes : 0;
-    // Reserves the blocks, so that a full disk is found now. File systems that cannot do it say EOPNOTSUPP.
-    bool ok = fallocate(w->fd, 0, 0, header_bytes + w->data_bytes) == 0 || errno == EOPNOTSUPP || errno == EINTR;
-    ok = ok && file_write_all(w->fd, header, header_bytes);
-    if (!ok) safetensors_fail(why, room, "cannot be written, %" PRId64 " bytes: %s", header_bytes + w->data_bytes, strerror(errno));
+    if (!io_create(io, folder, name, &w->file)) return false;
+    char *header = safetensors_header(tensor, n, metadata, n_metadata, &w->header_bytes);
+    w->data_bytes = n ? tensor[n - 1].end - w->header_bytes : 0;
+    bool good = io_allocate(io, &w->file, w->header_bytes + w->data_bytes) && io_write(io, &w->file, header, w->header_bytes, 0);
     free(header);
-    if (!ok) safetensors_abandon(w);
-    return ok;
+    return good || safetensors_abandon(w);
 }
 
-// Appends data of the declared tensors. On failure the file is abandoned.
-static inline bool safetensors_append(SafeWriter *w, const void *src, int64_t bytes, char *why, size_t room) {
-    CHECK(bytes >= 0 && bytes <= w->data_bytes - w->written, "%" PRId64 " bytes more than %s declares", bytes, w->name);
-    if (!file_write_all(w->fd, src, bytes)) {
-        safetensors_fail(why, room, "cannot be written beyond byte %" PRId64 " of the data: %s", w->written, strerror(errno));
-        safetensors_abandon(w);
-        return false;
-    }
+// Appends data of the declared tensors. On failure the file is gone.
+static inline bool safetensors_append(SafeWriter *w, const void *src, int64_t bytes) {
+    CHECK(bytes >= 0 && bytes <= w->data_bytes - w->written, "%" PRId64 " bytes more than %s declares", bytes, w->file.name);
+    int64_t at = w->header_bytes + w->written;
     w->written += bytes;
-    return true;
+    return io_write(w->io, &w->file, src, bytes, at) || safetensors_abandon(w);
 }
 
-// Makes the file durable and gives it its name. A file of that name is replaced. On failure the file is abandoned.
-static inline bool safetensors_finish(SafeWriter *w, char *why, size_t room) {
-    CHECK(w->written == w->data_bytes, "%s has %" PRId64 " of %" PRId64 " bytes", w->name, w->written, w->data_bytes);
-    bool ok = fsync(w->fd) == 0; // once: after an error the pages may be marked clean, and a second call would lie
-    int error = errno;
-    ok = close(w->fd) == 0 && ok; // network file systems and quotas report here
-    if (ok) {
-        ok = renameat(w->folder, w->temporary, w->folder, w->name) == 0 && fsync(w->folder) == 0;
-        error = errno;
-    }
-    w->fd = -1;
-    if (!ok) {
-        unlinkat(w->folder, w->temporary, 0);
-        return safetensors_fail(why, room, "cannot be completed: %s", strerror(error));
-    }
-    return true;
+// Makes the file durable (its name is the folder's data: io_sync that). On failure the file is gone.
+static inline bool safetensors_finish(SafeWriter *w) {
+    CHECK(w->written == w->data_bytes, "%s has %" PRId64 " of %" PRId64 " bytes", w->file.name, w->written, w->data_bytes);
+    return (io_sync(w->io, &w->file) && io_close(w->io, &w->file)) || safetensors_abandon(w);
 }
