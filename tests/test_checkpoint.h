@@ -4,6 +4,7 @@
 // values which save it came from, and whether anything is missing. Faults enter through the seam of runtime/durable.h.
 #pragma once
 #include "../checkpoint.cu"
+#include "crash_model.h"
 #include "dies.h"
 #include <ftw.h>
 #include <sys/mman.h>
@@ -1339,6 +1340,205 @@ static void test_space(Test *t) {
     ckpt_remove(folder);
 }
 
+// ---------------------------------------------------------------------------------------------------------------
+// Loss of power: every state that the disk may hold, over the calls that the real writer makes (see crash_model.h)
+
+typedef struct {
+    const Effect *effect;
+    const bool *is_folder;
+    CkptPath root;
+    int64_t lost, torn, latest;    // states that break a promise
+    bool until_broken;             // one such is enough
+    int64_t seen;                  // different states
+    int64_t hash[1 << 16];         // of states seen, with their verdicts; 0 = free
+    signed char newest[1 << 16];   // tokens / 1000 of the newest good checkpoint
+    bool is_torn[1 << 16], bad_latest[1 << 16];
+    char first[512];
+} CrashCheck;
+
+// Looks at the folder as it is now.
+static void crash_verdict(CrashCheck *c, int slot) {
+    StepList steps;
+    int fd = open(c->root, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    CHECK(fd >= 0 && steps_list(fd, &steps), "%s: %s", c->root, strerror(errno));
+    char latest[64] = "";
+    int hint = openat(fd, "latest", O_RDONLY | O_CLOEXEC);
+    bool latest_good = hint < 0;
+    if (hint >= 0) { ssize_t n = read(hint, latest, sizeof latest - 1); latest[n > 0 ? n : 0] = 0; close(hint); }
+    latest[strcspn(latest, "\n")] = 0;
+    for (int i = 0; i < steps.n; i++) {
+        char name[CHECKPOINT_NAME_MAX];
+        Checkpoint k;
+        step_name(name, steps.step[i]);
+        bool good = checkpoint_read(&k, fd, name) && values_check(&k);
+        if (!good) {
+            c->is_torn[slot] = true;
+            if (!c->first[0]) snprintf(c->first, sizeof c->first, "%s: %s", name, k.why);
+        } else {
+            if (!c->newest[slot]) c->newest[slot] = (signed char)(k.state.tokens / 1000);
+            if (strcmp(latest, name) == 0) latest_good = true;
+        }
+        checkpoint_free(&k);
+    }
+    c->bad_latest[slot] = !latest_good;
+    free(steps.step);
+    close(fd);
+}
+
+static bool crash_visit(void *ctx, int cut, const bool *lost, int64_t acknowledged) {
+    CrashCheck *c = (CrashCheck *)ctx;
+    uint64_t h = 1;
+    for (int i = 0; i < cut; i++) if ((c->effect[i].kind == DO_ENTRY || c->effect[i].kind == DO_DATA) && !lost[i]) h = rng_mix(h ^ (uint64_t)i);
+    int slot = (int)(h & 0xffff);
+    while (c->hash[slot] && c->hash[slot] != (int64_t)h) slot = (slot + 1) & 0xffff;
+    if (!c->hash[slot]) {
+        CHECK(++c->seen < 60000, "too many states");
+        c->hash[slot] = (int64_t)h;
+        crash_build(c->root, c->effect, cut, lost, c->is_folder);
+        crash_verdict(c, slot);
+        ckpt_remove(c->root);
+        CHECK(mkdir(c->root, 0700) == 0, "mkdir %s: %s", c->root, strerror(errno));
+    }
+    c->lost += c->newest[slot] < acknowledged;
+    c->torn += c->is_torn[slot];
+    c->latest += c->bad_latest[slot];
+    return !c->until_broken || c->lost + c->torn + c->latest == 0;
+}
+
+typedef enum {
+    MUTANT_NONE, MUTANT_NO_SHARD_SYNC, MUTANT_NO_MANIFEST_SYNC, MUTANT_NO_FOLDER_SYNC, MUTANT_NO_PUBLISH_SYNC, MUTANT_NO_TRASH_SYNC, MUTANT_NO_SWEEP_SYNC,
+    MUTANT_PUBLISH_BEFORE_MANIFEST, MUTANT_EARLY_ACK, MUTANT_DELETE_FIRST, MUTANT_LATEST_IN_PLACE, MUTANT_NO_LATEST_SYNC, MUTANT_REPLACE_BY_DELETING, MUTANTS,
+} Mutant;
+
+static const char *const mutant_names[MUTANTS] = {
+    "none", "no fsync of shards", "no fsync of manifests", "no fsync of the temporary folder", "no fsync of save_dir after publishing, and no latest", "no fsync between trash and unlink",
+    "no fsync before the sweep", "published before the manifest", "acknowledged before the rename", "old one deleted before the new one is published", "latest written in place",
+    "no fsync of the new latest", "old one of the same step deleted before the rename",
+};
+
+static bool crash_ends_with(const char *text, const char *end) { return strlen(text) >= strlen(end) && strcmp(text + strlen(text) - strlen(end), end) == 0; }
+static bool crash_publishes(const LogOp *o) { return o->op == IO_RENAME && strncmp(o->to, "step-", 5) == 0; }
+static bool crash_trashes(const LogOp *o) { return o->op == IO_RENAME && strncmp(o->to, ".trash-", 7) == 0; }
+static bool crash_removes(const LogOp *o) { return o->op == IO_UNLINK || o->op == IO_RMDIR; }
+static bool crash_is_latest(const LogOp *o) { return strncmp(o->name, ".latest-", 8) == 0; }
+
+// The recorded log as a worse writer would have made it. Returns its length. The operations are shared with the log.
+static int crash_mutate(const CrashLog *l, Mutant mutant, LogOp *out) {
+    int n = 0;
+    for (int i = 0; i < l->n; i++) {
+        const LogOp *o = &l->op[i], *before = i ? &l->op[i - 1] : NULL;
+        bool sync = o->op == IO_SYNC, top_sync = sync && !o->name[0];
+        if (mutant == MUTANT_NO_SHARD_SYNC && sync && crash_ends_with(o->name, "/shard-0.bin")) continue;
+        if (mutant == MUTANT_NO_MANIFEST_SYNC && sync && crash_ends_with(o->name, "/manifest.json")) continue;
+        if (mutant == MUTANT_NO_FOLDER_SYNC && sync && strncmp(o->name, ".tmp-step", 9) == 0 && !strchr(o->name, '/')) continue;
+        if (mutant == MUTANT_NO_PUBLISH_SYNC && ((top_sync && before && (crash_publishes(before) || crash_is_latest(before))) || crash_is_latest(o))) continue;
+        if (mutant == MUTANT_NO_TRASH_SYNC && top_sync && before && crash_trashes(before)) continue;
+        if (mutant == MUTANT_NO_SWEEP_SYNC && top_sync && before && before->op == LOG_START) continue;
+        if (mutant == MUTANT_LATEST_IN_PLACE && crash_is_latest(o)) { // create, write, fsync, rename, and the fsync of the folder stays
+            LogOp plain = *o;
+            snprintf(plain.name, sizeof plain.name, "latest");
+            if (o->op == IO_RENAME) continue;
+            out[n++] = plain;
+            continue;
+        }
+        if (mutant == MUTANT_NO_LATEST_SYNC && sync && crash_is_latest(o)) continue;
+        if (mutant == MUTANT_PUBLISH_BEFORE_MANIFEST && o->op == IO_CREATE && crash_ends_with(o->name, "/manifest.json"))
+            for (int k = i; k < l->n; k++) if (crash_publishes(&l->op[k])) { out[n++] = l->op[k]; out[n++] = l->op[k + 1]; break; } // with its fsync
+        if (mutant == MUTANT_PUBLISH_BEFORE_MANIFEST && (crash_publishes(o) || (top_sync && before && crash_publishes(before)))) continue;
+        if (mutant == MUTANT_EARLY_ACK && crash_publishes(o))
+            for (int k = i; k < l->n; k++) if (l->op[k].op == LOG_ACK) { out[n++] = l->op[k]; break; }
+        if (mutant == MUTANT_EARLY_ACK && o->op == LOG_ACK) continue;
+        if (mutant == MUTANT_DELETE_FIRST && crash_publishes(o) && o->rename == IO_RENAME_NEW) { // trash, fsync and removal of this save come first
+            for (int k = i; k < l->n && !(k > i && crash_publishes(&l->op[k])); k++)
+                if (crash_trashes(&l->op[k])) for (int m = k; m < l->n && (m == k || l->op[m].op == IO_SYNC || crash_removes(&l->op[m])); m++) out[n++] = l->op[m];
+        }
+        if (mutant == MUTANT_DELETE_FIRST && (crash_trashes(o) || (top_sync && before && crash_trashes(before)) || (crash_removes(o) && strncmp(o->name, ".trash-", 7) == 0))) continue;
+        if (mutant == MUTANT_REPLACE_BY_DELETING && crash_publishes(o) && o->rename == IO_RENAME_SWAP) {
+            LogOp aside = *o, over = *o;
+            snprintf(aside.name, sizeof aside.name, "%s", o->to);
+            snprintf(aside.to, sizeof aside.to, ".trash-x");
+            aside.rename = over.rename = IO_RENAME_OVER;
+            out[n++] = aside;
+            out[n++] = l->op[i + 1]; // fsync of save_dir
+            out[n++] = over;
+            continue;
+        }
+        if (mutant == MUTANT_REPLACE_BY_DELETING && crash_removes(o) && strncmp(o->name, ".tmp-step", 9) == 0) continue;
+        out[n++] = *o;
+        CHECK(n < LOG_MAX - 64, "log full");
+    }
+    return n;
+}
+
+// Saves of steps 1, 2, 2 again with other values, 3 and 4, one kept; the folder's fsync after the first trash-rename fails,
+// so that a trash is left behind for the sweep of a second start. Values and tokens tell the saves apart.
+static void crash_scenario(CrashLog *log, const char *folder) {
+    static const int64_t steps[] = {1, 2, 2, 3, 4};
+    FakeRun *f = fake_make(fake_model(1, 4, 3), 1, 1);
+    Io io = {crash_record, log};
+    Captured c;
+    capture_begin(&c);
+    CheckpointStore *s = checkpoint_open_io(folder, false, &io);
+    log->n = 0; // the start in an empty folder is of no interest
+    for (int i = 0; i < 5; i++) {
+        if (i == 2) {
+            checkpoint_close(s);
+            crash_mark(log, LOG_START, 0);
+            s = checkpoint_open_io(folder, false, &io);
+        }
+        fake_fill(f, i + 1);
+        f->state.step = steps[i];
+        if (i == 1) log->fail_sync = 3; // publication, latest, and then the one after the trash-rename
+        int made = log->n;
+        SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 1);
+        CHECK(r.durable && log->fail_sync == 0, "save %d: %s", i, r.why);
+        for (int k = made; k < log->n; k++) // acknowledged when the call returns; here, as soon as it is durable
+            if (crash_publishes(&log->op[k]) && log->op[k + 1].op == IO_SYNC) {
+                crash_mark(log, LOG_ACK, i + 1);
+                LogOp ack = log->op[log->n - 1];
+                memmove(&log->op[k + 3], &log->op[k + 2], sizeof(LogOp) * (size_t)(log->n - 1 - (k + 2)));
+                log->op[k + 2] = ack;
+                break;
+            }
+    }
+    checkpoint_close(s);
+    capture_end(&c);
+    fake_free(f);
+}
+
+static void test_crash_model(Test *t) {
+    CkptPath folder;
+    ckpt_folder_fast(folder);
+    CrashLog *log = (CrashLog *)host_alloc(sizeof *log);
+    snprintf(log->root, sizeof log->root, "%s", folder);
+    crash_scenario(log, folder);
+    LogOp *op = (LogOp *)host_alloc(sizeof(LogOp) * LOG_MAX);
+    Effect *effect = (Effect *)host_alloc(sizeof(Effect) * LOG_MAX);
+    bool is_folder[NODES_MAX];
+    for (int mutant = 0; mutant < MUTANTS; mutant++) {
+        CrashCheck *c = (CrashCheck *)host_alloc(sizeof *c);
+        ckpt_folder_fast(c->root);
+        int n = crash_mutate(log, (Mutant)mutant, op);
+        crash_compile(op, n, effect, is_folder);
+        c->effect = effect;
+        c->is_folder = is_folder;
+        c->until_broken = mutant != MUTANT_NONE;
+        int64_t states = crash_each(effect, n, 6, 20, crash_visit, c), broken = c->lost + c->torn + c->latest;
+        t->compared += states;
+        if (mutant == MUTANT_NONE) {
+            expect_true(t, broken == 0, "of %" PRId64 " states, %" PRId64 " lost an acknowledged save, %" PRId64 " hold a torn one, %" PRId64 " have a bad latest; %s", states, c->lost, c->torn, c->latest, c->first);
+            expect_true(t, c->seen > 1000, "only %" PRId64 " different states", c->seen);
+        } else expect_true(t, broken > 0, "the test has no teeth: \"%s\" was not noticed in %" PRId64 " states", mutant_names[mutant], states);
+        if (getenv("TEST_VERBOSE")) printf("     %-60s %6" PRId64 " states, %5" PRId64 " different: %" PRId64 " lost, %" PRId64 " torn, %" PRId64 " latest\n", mutant_names[mutant], states, c->seen, c->lost, c->torn, c->latest);
+        ckpt_remove(c->root);
+        free(c);
+    }
+    free(op);
+    free(effect);
+    crash_log_free(log);
+    ckpt_remove(folder);
+}
+
 static const TestRow checkpoint_tests[] = {
     {"crc32c", test_crc32c},
     {"round_trip", test_round_trip},
@@ -1364,5 +1564,6 @@ static const TestRow checkpoint_tests[] = {
     {"stop_at_every_call", test_stop_at_every_call},
     {"odd_file_systems", test_odd_file_systems},
     {"space", test_space},
+    {"crash_model", test_crash_model},
     {NULL, NULL},
 };
