@@ -357,13 +357,31 @@ static const TestRow schedule_tests[] = {
 // ---------------------------------------------------------------------------------------------------------------
 // golden: a run of PyTorch and transformers (data/golden/README.md), reproduced
 
-#define GOLDEN "data/golden/gpt2-tiny"
+typedef struct {
+    char folder[64];
+    Config *cfg;
+    Json expected;   // expected.json
+    char *text;      // of it
+    Trainer *trainer;
+} Golden;
 
-static void golden_open(Test *t, SafeTensors *st, const char *name) {
+static void golden_open(const Golden *g, SafeTensors *st, const char *name) {
     char path[128], why[512];
-    snprintf(path, sizeof path, GOLDEN "/%s", name);
+    snprintf(path, sizeof path, "%s/%s", g->folder, name);
     if (!safetensors_open(st, path, why, sizeof why)) die(EXIT_DATA, "%s: %s", path, why);
-    (void)t;
+}
+
+static int64_t golden_setting(const Golden *g, const char *name) {
+    int settings = json_find(&g->expected, 0, "settings"), n = json_find(&g->expected, settings, name);
+    CHECK(n >= 0, "%s/expected.json has no setting %s", g->folder, name);
+    return strtoll(json_text(&g->expected, n), NULL, 10);
+}
+
+static double golden_number(const Golden *g, int step, const char *name) {
+    double x;
+    int n = json_find(&g->expected, step, name);
+    CHECK(n >= 0 && json_to_double(json_text(&g->expected, n), &x), "%s/expected.json has no number %s", g->folder, name);
+    return x;
 }
 
 // Row i of the table from a Hugging Face file, in our layout.
@@ -382,9 +400,10 @@ static void golden_row(const SafeTensors *st, const ParamDesc *r, float *values)
     free(copy);
 }
 
-static void golden_load_weights(Test *t, Trainer *trainer) {
+static void golden_load_weights(const Golden *g) {
+    Trainer *trainer = g->trainer;
     SafeTensors st;
-    golden_open(t, &st, "model.safetensors");
+    golden_open(g, &st, "model.safetensors");
     for (int i = 0; i < trainer->model.table.n_rows; i++) {
         const ParamDesc *r = &trainer->model.table.row[i];
         if (r->tied_to >= 0) continue;
@@ -397,9 +416,10 @@ static void golden_load_weights(Test *t, Trainer *trainer) {
 }
 
 // Compares every tensor of a kind with a file; bound is a share of the tensor's largest value.
-static void golden_compare(Test *t, Trainer *trainer, StateKind kind, const char *file, double scale, double bound) {
+static void golden_compare(Test *t, const Golden *g, StateKind kind, const char *file, double scale, double bound) {
+    Trainer *trainer = g->trainer;
     SafeTensors st;
-    golden_open(t, &st, file);
+    golden_open(g, &st, file);
     for (int i = 0; i < trainer->model.table.n_rows; i++) {
         const ParamDesc *r = &trainer->model.table.row[i];
         if (r->tied_to >= 0) continue;
@@ -415,15 +435,48 @@ static void golden_compare(Test *t, Trainer *trainer, StateKind kind, const char
     safetensors_close(&st);
 }
 
-static Config *golden_config(void) {
-    Config *c = tiny_config();
-    c->model.n_layer = 3, c->model.n_head = 4, c->model.n_embd = 64, c->model.n_positions = 64, c->model.n_inner = 256;
-    c->batch.train_micro_batch_size_per_gpu = 4;
-    c->batch.train_batch_size = 8;
-    c->run.seq_len = 64;
+// The trainer that a golden folder asks for, with its weights and tokens.
+static Golden golden_begin(const char *name, DType dtype) {
+    Golden g;
+    memset(&g, 0, sizeof g);
+    snprintf(g.folder, sizeof g.folder, "data/golden/%s", name);
+    char path[128], why[256];
+    int64_t size;
+    snprintf(path, sizeof path, "%s/expected.json", g.folder);
+    g.text = file_read_all(path, true, 1 << 20, &size, why, sizeof why);
+    CHECK(g.text && json_parse(&g.expected, g.text, size, JSON_STRICT), "%s cannot be read", path);
+    Config *c = g.cfg = tiny_config();
+    config_set_dtype(c, dtype);
+    c->model.n_layer = golden_setting(&g, "n_layer");
+    c->model.n_head = golden_setting(&g, "n_head");
+    c->model.n_embd = golden_setting(&g, "n_embd");
+    c->model.vocab_size = golden_setting(&g, "vocab");
+    c->model.n_inner = 4 * c->model.n_embd;
+    c->model.n_positions = c->run.seq_len = golden_setting(&g, "seq");
+    c->batch.train_micro_batch_size_per_gpu = golden_setting(&g, "micro");
+    c->batch.gradient_accumulation_steps = golden_setting(&g, "accumulation");
+    c->batch.train_batch_size = c->batch.train_micro_batch_size_per_gpu * c->batch.gradient_accumulation_steps;
+    c->run.steps = golden_setting(&g, "steps");
     c->scheduler.type = SCHEDULE_COSINE;
-    c->scheduler.warmup_steps = 5, c->scheduler.total_steps = 20, c->scheduler.final_lr_frac = 0.1;
-    return c;
+    c->scheduler.warmup_steps = golden_setting(&g, "warmup");
+    c->scheduler.total_steps = golden_setting(&g, "total");
+    c->scheduler.final_lr_frac = 0.1;
+    g.trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    snprintf(path, sizeof path, "%s/tokens.bin", g.folder);
+    trainer_init_core(g.trainer, c, true, c->batch.train_micro_batch_size_per_gpu);
+    dataloader_open(&g.trainer->train, path, c->model.vocab_size, c->run.seq_len, c->batch.train_batch_size, false, false, 1, "data.train");
+    g.trainer->has_train = true;
+    g.trainer->metrics.log_fd = -1;
+    golden_load_weights(&g);
+    return g;
+}
+
+static void golden_end(Golden *g) {
+    trainer_free(g->trainer);
+    json_free(&g->expected);
+    free(g->text);
+    free(g->trainer);
+    free(g->cfg);
 }
 
 // Bounds of a golden run: relative for losses and norms, shares of the tensor's largest value for gradients and weights.
@@ -431,78 +484,65 @@ typedef struct {
     double loss, norm, grads0, final;
 } GoldenBounds;
 
-static void golden_run(Test *t, DType dtype, GoldenBounds bound) {
-    Config *c = golden_config();
-    config_set_dtype(c, dtype);
-    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
-    tiny_trainer(trainer, c);
-    golden_load_weights(t, trainer);
-
-    char why[256];
-    int64_t size;
-    char *text = file_read_all(GOLDEN "/expected.json", true, 1 << 20, &size, why, sizeof why);
-    Json j;
-    CHECK(text && json_parse(&j, text, size, JSON_STRICT), "expected.json cannot be read");
-    int steps = json_find(&j, 0, "steps");
-    int at = j.node[steps].first;
-    for (int k = 0; k < 20; k++, at = j.node[at].next) {
-        StepStats s = train_step(trainer);
-        double loss, norm, lr;
-        CHECK(json_to_double(json_text(&j, json_find(&j, at, "loss_f64")), &loss) && json_to_double(json_text(&j, json_find(&j, at, "grad_norm_f64")), &norm) &&
-                  json_to_double(json_text(&j, json_find(&j, at, "lr")), &lr), "step %d of expected.json", k);
+static void golden_run(Test *t, const char *name, DType dtype, GoldenBounds bound) {
+    Golden g = golden_begin(name, dtype);
+    int at = g.expected.node[json_find(&g.expected, 0, "steps")].first;
+    for (int k = 0; k < g.cfg->run.steps; k++, at = g.expected.node[at].next) {
+        double loss = golden_number(&g, at, "loss_f64"), norm = golden_number(&g, at, "grad_norm_f64");
+        StepStats s = train_step(g.trainer);
         expect_near(t, "loss", s.loss, loss, bound.loss * loss);
         expect_near(t, "gradient norm", s.grad_norm, norm, bound.norm * norm);
-        expect_near(t, "lr", s.lr, lr, 1e-12);
+        expect_near(t, "lr", s.lr, golden_number(&g, at, "lr"), 1e-12);
         expect_true(t, !s.skipped, "update %d was skipped", k);
-        if (k == 0) golden_compare(t, trainer, STATE_GRAD, "grads0.safetensors", s.loss_scale, bound.grads0);
+        if (k == 0) golden_compare(t, &g, STATE_GRAD, "grads0.safetensors", s.loss_scale, bound.grads0);
     }
-    golden_compare(t, trainer, STATE_MASTER, "final.safetensors", 1, bound.final);
-    json_free(&j);
-    free(text);
-    trainer_free(trainer);
-    free(trainer);
-    free(c);
+    golden_compare(t, &g, STATE_MASTER, "final.safetensors", 1, bound.final);
+    golden_end(&g);
 }
 
 // fp32: losses 2e-5 relative and norms 1e-4 against PyTorch in fp64, first gradients 1e-5 and final weights 1e-4 of the
 // tensor's largest value. 16 bits: 1 % for losses and norms. Final weights in 16 bits: the gradient of the key's bias is
 // zero but for rounding, and Adam turns rounding of any size into steps of lr, so two runs may differ there by the sum
 // of the rates, 0.012, a tenth of the largest bias; the bound is twice that.
-static void test_golden_fp32(Test *t) { GoldenBounds b = {2e-5, 1e-4, 1e-5, 1e-4}; golden_run(t, DTYPE_FP32, b); }
-static void test_golden_bf16(Test *t) { GoldenBounds b = {0.01, 0.01, 0.05, 0.2}; golden_run(t, DTYPE_BF16, b); }
-static void test_golden_fp16(Test *t) { GoldenBounds b = {0.01, 0.01, 0.01, 0.2}; golden_run(t, DTYPE_FP16, b); }
+static const GoldenBounds golden_fp32 = {2e-5, 1e-4, 1e-5, 1e-4}, golden_bf16 = {0.01, 0.01, 0.05, 0.2}, golden_fp16 = {0.01, 0.01, 0.01, 0.2};
+
+static void test_golden_fp32(Test *t) { golden_run(t, "gpt2-tiny", DTYPE_FP32, golden_fp32); }
+static void test_golden_bf16(Test *t) { golden_run(t, "gpt2-tiny", DTYPE_BF16, golden_bf16); }
+static void test_golden_fp16(Test *t) { golden_run(t, "gpt2-tiny", DTYPE_FP16, golden_fp16); }
+static void test_golden_odd_fp32(Test *t) { golden_run(t, "gpt2-odd", DTYPE_FP32, golden_fp32); }
+static void test_golden_odd_bf16(Test *t) { golden_run(t, "gpt2-odd", DTYPE_BF16, golden_bf16); }
 
 // Logits of the first micro-batch before training.
-static void test_golden_logits(Test *t) {
-    Config *c = golden_config();
-    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
-    tiny_trainer(trainer, c);
-    golden_load_weights(t, trainer);
+static void golden_logits(Test *t, const char *name) {
+    Golden g = golden_begin(name, DTYPE_FP32);
+    Trainer *trainer = g.trainer;
     ActSlot *a = &trainer->acts.slot[0];
     load_micro_batch(trainer, 0, a);
     a->mode = FORWARD_LOGITS;
     forward_chunk(trainer, 0, a);
     Acts head = acts_begin(&trainer->acts, a, trainer->model.table.n_units - 1);
-    int64_t N = 4 * 64, V = 256;
-    float *got = (float *)host_alloc((size_t)(N * trainer->model.Vp) * 4), *want = (float *)host_alloc((size_t)(N * V) * 4);
-    device_copy(got, head.act[ACT_LOGITS].data, N * trainer->model.Vp * 4, COPY_TO_HOST, trainer->stream);
+    int64_t N = a->B * a->T, V = trainer->model.V, Vp = trainer->model.Vp;
+    float *padded = (float *)host_alloc((size_t)(N * Vp) * 4), *got = (float *)host_alloc((size_t)(N * V) * 4), *want = (float *)host_alloc((size_t)(N * V) * 4);
+    device_copy(padded, head.act[ACT_LOGITS].data, N * Vp * 4, COPY_TO_HOST, trainer->stream);
     stream_sync(trainer->stream);
-    CHECK(trainer->model.Vp == V, "padding of %" PRId64 " is not expected here", trainer->model.Vp);
+    for (int64_t i = 0; i < N; i++) memcpy(got + i * V, padded + i * Vp, (size_t)V * 4);
     SafeTensors st;
     char why[256];
-    golden_open(t, &st, "logits0.safetensors");
+    golden_open(&g, &st, "logits0.safetensors");
     CHECK(safetensors_read(&st, safetensors_find(&st, "logits"), 0, N * V, want, why, sizeof why), "%s", why);
     expect_close_array(t, "logits", got, want, N * V, 1e-10, 1e-5);
     safetensors_close(&st);
+    free(padded);
     free(got);
     free(want);
-    trainer_free(trainer);
-    free(trainer);
-    free(c);
+    golden_end(&g);
 }
+static void test_golden_logits(Test *t) { golden_logits(t, "gpt2-tiny"); }
+static void test_golden_odd_logits(Test *t) { golden_logits(t, "gpt2-odd"); }
 
 static const TestRow golden_tests[] = {
-    {"logits", test_golden_logits}, {"fp32", test_golden_fp32}, {"bf16", test_golden_bf16}, {"fp16", test_golden_fp16}, {NULL, NULL},
+    {"logits", test_golden_logits}, {"fp32", test_golden_fp32}, {"bf16", test_golden_bf16}, {"fp16", test_golden_fp16},
+    {"odd shape, logits", test_golden_odd_logits}, {"odd shape, fp32", test_golden_odd_fp32}, {"odd shape, bf16", test_golden_odd_bf16}, {NULL, NULL},
 };
 
 // ---------------------------------------------------------------------------------------------------------------
