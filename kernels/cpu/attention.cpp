@@ -26,11 +26,9 @@ static void load_head(float *dst, int64_t HSp, Tensor x, int64_t at, int64_t row
 // x becomes exp((x - largest) * scale) for the first n of room elements and 0 behind them. Returns the sum; *lse is its
 // logarithm, with the largest put back.
 static double softmax_row(float *__restrict x, int64_t n, int64_t room, float scale, float *lse) {
-    float largest = -INFINITY;
     double sum = 0;
     for (int64_t j = n; j < room; j++) x[j] = -INFINITY;
-#pragma omp simd reduction(max : largest)
-    for (int64_t j = 0; j < room; j++) largest = x[j] > largest ? x[j] : largest;
+    const float largest = largest_of(x, room);
 #pragma omp simd reduction(+ : sum)
     for (int64_t j = 0; j < room; j++) {
         x[j] = exp_fast((x[j] - largest) * scale);

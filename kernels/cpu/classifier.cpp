@@ -21,10 +21,8 @@ void classifier_forward_backward(Tensor logits, Tensor losses, const int32_t *ta
                 if (write_dlogits) memset(row, 0, (size_t)Vp * 4);
             } else {
                 row_load(logits, i * Vp, V, scratch);
-                float largest = row[0];
+                const float largest = largest_of(row, V);
                 double sum = 0;
-#pragma omp simd reduction(max : largest)
-                for (int64_t j = 0; j < V; j++) largest = row[j] > largest ? row[j] : largest;
 #pragma omp simd reduction(+ : sum)
                 for (int64_t j = 0; j < V; j++) {
                     e[j] = exp_fast(row[j] - largest);

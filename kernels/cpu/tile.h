@@ -51,12 +51,12 @@ static inline __attribute__((always_inline)) void tile_multiply(float *out, int6
 
 // Transposes a 4 x 4 block: src rows src_row apart, dst rows dst_row apart.
 static inline __attribute__((always_inline)) void transpose4(float *dst, int64_t dst_row, const float *src, int64_t src_row) {
-    typedef int32_t Mask __attribute__((vector_size(16)));
     const Vector4 r0 = *(const Vector4 *)src, r1 = *(const Vector4 *)(src + src_row);
     const Vector4 r2 = *(const Vector4 *)(src + 2 * src_row), r3 = *(const Vector4 *)(src + 3 * src_row);
 #if defined(__clang__)
 #define SHUFFLE4(x, y, a, b, c, d) __builtin_shufflevector(x, y, a, b, c, d)
 #else
+    typedef int32_t Mask __attribute__((vector_size(16)));
 #define SHUFFLE4(x, y, a, b, c, d) __builtin_shuffle(x, y, (Mask){a, b, c, d})
 #endif
     const Vector4 low01 = SHUFFLE4(r0, r1, 0, 4, 1, 5), high01 = SHUFFLE4(r0, r1, 2, 6, 3, 7);

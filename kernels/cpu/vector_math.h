@@ -30,6 +30,19 @@ static inline float exp_fast(float x) {
     return x < -87.3f ? 0.0f : p * f1 * f2;
 }
 
+// The largest of n >= 1 floats; a NaN may be passed over. Lanes spell out for every compiler what it may do side by side.
+static inline float largest_of(const float *x, int64_t n) {
+    enum { LANES = 16 };
+    float lane[LANES], largest = x[0];
+    for (int l = 0; l < LANES; l++) lane[l] = largest;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int l = 0; l < LANES; l++) lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
+    for (; i < n; i++) largest = x[i] > largest ? x[i] : largest;
+    for (int l = 0; l < LANES; l++) largest = lane[l] > largest ? lane[l] : largest;
+    return largest;
+}
+
 // The GELU in its tanh form is x times a logistic function: 0.5 (1 + tanh u) = 1 / (1 + e^(-2u)), which loses no digits
 // for negative x and needs no tanh. 2u = 2 sqrt(2/pi) (x + 0.044715 x^3).
 #define GELU_A 1.5957691216f  // 2 sqrt(2/pi)
