@@ -137,17 +137,7 @@ static bool checkpoint_put(Checkpoint *c, const CheckpointTensors *t, const int 
     for (int k = 0; k < t->n_kinds && good; k++)
         for (int row = 0; row < t->table->n_rows && good; row++) {
             if (t->table->row[row].tied_to >= 0) continue;
-            StoredRun wanted = {(uint32_t)tensor_of[row], (uint32_t)kind_of[k], 0, 0, 0, 0};
-            int64_t from = 0, to = c->n_runs; // the first run of this tensor and kind
-            while (from < to) {
-                int64_t middle = (from + to) / 2;
-                if (run_by_place(&c->run[middle], &wanted) < 0) from = middle + 1;
-                else to = middle;
-            }
-            for (int64_t at = 0; at < c->tensor[wanted.tensor].numel && good; at += c->run[from++].numel) {
-                const StoredRun *r = &c->run[from];
-                good = stored_shard_values(c, &c->shard[r->shard], values + r->global_offset, r->numel * 4, r->data_offset);
-            }
+            good = stored_tensor_read(c, (uint32_t)tensor_of[row], (uint32_t)kind_of[k], values);
             if (good) t->put(t->ctx, row, k, values);
         }
     free(values);

@@ -530,6 +530,22 @@ static bool values_check(Checkpoint *c) {
     return good;
 }
 
+// Puts one kind of one tensor together from its runs, wherever they lie: values[0 .. numel).
+static bool stored_tensor_read(Checkpoint *c, uint32_t tensor, uint32_t kind, float *values) {
+    StoredRun wanted = {tensor, kind, 0, 0, 0, 0};
+    int64_t from = 0, to = c->n_runs; // the first run of this tensor and kind
+    while (from < to) {
+        int64_t middle = (from + to) / 2;
+        if (run_by_place(&c->run[middle], &wanted) < 0) from = middle + 1;
+        else to = middle;
+    }
+    for (int64_t at = 0; at < c->tensor[tensor].numel; at += c->run[from++].numel) {
+        const StoredRun *r = &c->run[from];
+        if (!stored_shard_values(c, &c->shard[r->shard], values + r->global_offset, r->numel * 4, r->data_offset)) return false;
+    }
+    return true;
+}
+
 // Complete as far as can be seen without reading values: what retention counts and may delete.
 static bool checkpoint_looks_complete(int folder, const char *name) {
     Checkpoint c;

@@ -1,7 +1,7 @@
 // test_checkpoint.h - tests of checkpoint.cu, checkpoint_format.cu, runtime/durable.h and runtime/crc32c.h.
 //
 // The run that is saved is a fake: arrays filled from (step, kind, row, index), so that a loaded checkpoint tells by its
-// values which save it came from, and whether anything is missing. Faults enter through the seam of runtime/durable.h.
+// values which save it came from, and whether anything is missing. CkptFaults enter through the seam of runtime/durable.h.
 #pragma once
 #include "../checkpoint.cu"
 #include "crash_model.h"
@@ -166,16 +166,16 @@ static int ckpt_count(const char *folder, void (*visit)(void *, const char *)) {
 typedef struct {
     int saved, file;
     char text[8192];
-} Captured;
+} CkptCaptured;
 
-static void capture_begin(Captured *c) {
+static void ckpt_capture_begin(CkptCaptured *c) {
     fflush(stderr);
     c->saved = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3);
     c->file = memfd_create("stderr", MFD_CLOEXEC);
     CHECK(c->saved >= 0 && c->file >= 0 && dup2(c->file, STDERR_FILENO) >= 0, "cannot capture stderr: %s", strerror(errno));
 }
 
-static const char *capture_end(Captured *c) {
+static const char *ckpt_capture_end(CkptCaptured *c) {
     fflush(stderr);
     dup2(c->saved, STDERR_FILENO);
     close(c->saved);
@@ -211,28 +211,28 @@ static const char *ckpt_verdict(const char *folder, const char *name) {
 typedef struct {
     const char *folder, *which;
     FakeRun *run;
-} LoadCall;
+} CkptLoadCall;
 
 static void ckpt_load_call(void *arg) {
-    LoadCall *l = (LoadCall *)arg;
+    CkptLoadCall *l = (CkptLoadCall *)arg;
     char name[64];
     checkpoint_load(l->folder, l->which, &l->run->state, &l->run->tensors, name, sizeof name);
     if (l->run->puts) _exit(99); // must not have reached the model before dying
 }
 
 // Loads quietly; returns the name, or "" when there was none. The result is static.
-static const char *ckpt_load_quietly(const char *folder, const char *which, FakeRun *f, Captured *c) {
+static const char *ckpt_load_quietly(const char *folder, const char *which, FakeRun *f, CkptCaptured *c) {
     static char name[64];
-    capture_begin(c);
+    ckpt_capture_begin(c);
     bool found = checkpoint_load(folder, which, &f->state, &f->tensors, name, sizeof name);
-    capture_end(c);
+    ckpt_capture_end(c);
     return found ? name : "";
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Checksums and round trips
 
-static void test_crc32c(Test *t) {
+static void test_checkpoint_crc32c(Test *t) {
     // Vectors of RFC 3720, appendix B.4, and the check value of the catalogue of CRCs.
     unsigned char zeros[32] = {0}, ones[32], up[32], down[32];
     memset(ones, 0xff, sizeof ones);
@@ -259,7 +259,7 @@ static void test_crc32c(Test *t) {
     free(b);
 }
 
-static void test_round_trip(Test *t) {
+static void test_checkpoint_round_trip(Test *t) {
     // One model whose values fill several pieces and one that is smaller than a piece; all numbers of kinds.
     const struct { int64_t L, C, V; int kinds; } row[] = {{1, 8, 5, 1}, {2, 16, 37, 2}, {2, 16, 37, 4}, {2, 96, 211, 3}};
     for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
@@ -317,7 +317,7 @@ static void test_round_trip(Test *t) {
 }
 
 // The manifest must be JSON for other programs too, with numbers that lose nothing.
-static void test_manifest_text(Test *t) {
+static void test_checkpoint_manifest_text(Test *t) {
     CkptPath folder, path;
     ckpt_folder(folder);
     FakeRun *f = fake_make(fake_model(1, 8, 5), 2, 1);
@@ -363,7 +363,7 @@ static void ckpt_named(const FakeRun *f, const char *why, int place[2]) {
 
 // Every bit of the manifest, of the header's used bytes and of the table's first runs; and thousands of places over the
 // rest of the shard. Each flip must be found, and the message must name the file, and the tensors if it was in a value.
-static void test_bit_flips(Test *t) {
+static void test_checkpoint_bit_flips(Test *t) {
     CkptPath folder, path;
     ckpt_folder_fast(folder);
     const int64_t steps[] = {5};
@@ -408,7 +408,7 @@ static void test_bit_flips(Test *t) {
 }
 
 // In a shard of several pieces the message's two tensors enclose the damaged one, and neither is outside the piece.
-static void test_flips_name_tensors(Test *t) {
+static void test_checkpoint_flips_name_tensors(Test *t) {
     CkptPath folder, path;
     ckpt_folder(folder);
     const int64_t steps[] = {5};
@@ -444,48 +444,48 @@ static void test_flips_name_tensors(Test *t) {
     ckpt_remove(folder);
 }
 
-typedef enum { HARM_CUT_1, HARM_CUT_HALF, HARM_CUT_ALL, HARM_GROW_1, HARM_GROW_BLOCK, HARM_REMOVE, HARM_LINK, HARM_FIFO, HARM_FOLDER, HARM_ZEROS, HARM_COUNT } Harm;
+typedef enum { CKPT_HARM_CUT_1, CKPT_HARM_CUT_HALF, CKPT_HARM_CUT_ALL, CKPT_HARM_GROW_1, CKPT_HARM_GROW_BLOCK, CKPT_HARM_REMOVE, CKPT_HARM_LINK, CKPT_HARM_FIFO, CKPT_HARM_FOLDER, CKPT_HARM_ZEROS, CKPT_HARM_COUNT } CkptHarm;
 
-static void ckpt_harm(const char *path, Harm harm) {
+static void ckpt_harm(const char *path, CkptHarm harm) {
     int64_t bytes;
     CkptPath aside;
     char *whole = ckpt_slurp(path, &bytes);
-    if (harm <= HARM_GROW_BLOCK) {
-        int64_t to = harm == HARM_CUT_1 ? bytes - 1 : harm == HARM_CUT_HALF ? bytes / 2 : harm == HARM_CUT_ALL ? 0 : harm == HARM_GROW_1 ? bytes + 1 : bytes + SHARD_ALIGN;
+    if (harm <= CKPT_HARM_GROW_BLOCK) {
+        int64_t to = harm == CKPT_HARM_CUT_1 ? bytes - 1 : harm == CKPT_HARM_CUT_HALF ? bytes / 2 : harm == CKPT_HARM_CUT_ALL ? 0 : harm == CKPT_HARM_GROW_1 ? bytes + 1 : bytes + SHARD_ALIGN;
         CHECK(truncate(path, to) == 0, "truncate");
-    } else if (harm == HARM_ZEROS) {
+    } else if (harm == CKPT_HARM_ZEROS) {
         memset(whole, 0, (size_t)bytes);
         ckpt_spill(path, whole, bytes);
-    } else if (harm == HARM_LINK) { // even to a perfect file
+    } else if (harm == CKPT_HARM_LINK) { // even to a perfect file
         snprintf(aside, sizeof aside, "%.500s.x", path);
         CHECK(rename(path, aside) == 0 && symlink(strrchr(aside, '/') + 1, path) == 0, "symlink");
     } else {
         CHECK(unlink(path) == 0, "unlink");
-        if (harm == HARM_FIFO) CHECK(mkfifo(path, 0666) == 0, "mkfifo");
-        if (harm == HARM_FOLDER) CHECK(mkdir(path, 0777) == 0, "mkdir");
+        if (harm == CKPT_HARM_FIFO) CHECK(mkfifo(path, 0666) == 0, "mkfifo");
+        if (harm == CKPT_HARM_FOLDER) CHECK(mkdir(path, 0777) == 0, "mkdir");
     }
     free(whole);
 }
 
 // Each kind of harm to each file of the newest checkpoint: "auto" says so and takes the one before; asked for by name, it dies.
-static void test_damaged_files(Test *t) {
+static void test_checkpoint_damaged_files(Test *t) {
     static const char *const files[] = {"manifest.json", "shard-0.bin"};
     const int64_t steps[] = {10, 20};
     FakeRun *f = fake_make(fake_model(1, 8, 5), 2, 1);
     for (int file = 0; file < 2; file++)
-        for (int harm = 0; harm < HARM_COUNT; harm++) {
+        for (int harm = 0; harm < CKPT_HARM_COUNT; harm++) {
             CkptPath folder, path, step;
-            Captured c;
+            CkptCaptured c;
             ckpt_folder_fast(folder);
             ckpt_save_steps(folder, f, steps, 2);
-            ckpt_harm(ckpt_join(path, ckpt_join(step, folder, "step-00000020"), files[file]), (Harm)harm);
+            ckpt_harm(ckpt_join(path, ckpt_join(step, folder, "step-00000020"), files[file]), (CkptHarm)harm);
             const char *name = ckpt_load_quietly(folder, "auto", f, &c);
             expect_equal_text(t, "chosen", name, "step-00000010");
             expect_true(t, fake_holds(t, f, 10), "values after %d", harm);
             expect_contains(t, "note", c.text, "step-00000020 is skipped");
             expect_contains(t, "note", c.text, files[file]);
             f->puts = 0;
-            LoadCall call = {folder, "step-00000020", f};
+            CkptLoadCall call = {folder, "step-00000020", f};
             const char *const parts[] = {"step-00000020", files[file]};
             expect_dies_parts(t, EXIT_CHECKPOINT, parts, 2, ckpt_load_call, &call);
             ckpt_remove(folder);
@@ -493,15 +493,15 @@ static void test_damaged_files(Test *t) {
     fake_free(f);
 }
 
-static void test_choice(Test *t) {
+static void test_checkpoint_choice(Test *t) {
     CkptPath folder, path, sub;
-    Captured c;
+    CkptCaptured c;
     FakeRun *f = fake_make(fake_model(1, 8, 5), 2, 1);
     ckpt_folder(folder);
     // nothing at all: fresh start, and only then
     expect_equal_text(t, "empty folder", ckpt_load_quietly(folder, "auto", f, &c), "");
     expect_equal_text(t, "missing folder", ckpt_load_quietly(ckpt_join(path, folder, "no/such"), "auto", f, &c), "");
-    LoadCall missing = {folder, "step-00000001", f};
+    CkptLoadCall missing = {folder, "step-00000001", f};
     const char *const none[] = {"is missing", "none"};
     expect_dies_parts(t, EXIT_CHECKPOINT, none, 2, ckpt_load_call, &missing);
     // By step, not by name, time or what `latest` says; nothing else in the folder disturbs.
@@ -516,7 +516,7 @@ static void test_choice(Test *t) {
     expect_equal_text(t, "by name", ckpt_load_quietly(folder, "step-00000003", f, &c), "step-00000003");
     expect_true(t, fake_holds(t, f, 3), "values of step 3");
     const char *const there[] = {"step-00000004", "is missing", "step-100000000, step-99999999, step-00000020, step-00000003"};
-    LoadCall wrong = {folder, "step-00000004", f};
+    CkptLoadCall wrong = {folder, "step-00000004", f};
     f->puts = 0;
     expect_dies_parts(t, EXIT_CHECKPOINT, there, 3, ckpt_load_call, &wrong);
     // A copy under another name is one as well; a copy under another step's name is not.
@@ -537,7 +537,7 @@ static void test_choice(Test *t) {
     static const char *const tags[] = {"", ".", "..", "../x", "/tmp", "a/b", ".tmp-step-00000777-0", "a b", "a\n", "\xff", "step-00000020/", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
     f->puts = 0;
     for (size_t i = 0; i < sizeof tags / sizeof *tags; i++) {
-        LoadCall call = {folder, tags[i], f};
+        CkptLoadCall call = {folder, tags[i], f};
         expect_dies(t, EXIT_CHECKPOINT, "is no name of a checkpoint", ckpt_load_call, &call);
     }
     // A step that is a link, a file, an empty folder: named and skipped.
@@ -553,7 +553,7 @@ static void test_choice(Test *t) {
 }
 
 // `latest` is a hint: whatever stands in it, the newest good checkpoint is taken, and the folder is not left.
-static void test_latest(Test *t) {
+static void test_checkpoint_latest(Test *t) {
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
     const int64_t steps[] = {1, 2};
     static char zeros[1 << 20];
@@ -563,7 +563,7 @@ static void test_latest(Test *t) {
     };
     for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
         CkptPath folder, path;
-        Captured c;
+        CkptCaptured c;
         ckpt_folder_fast(folder);
         ckpt_save_steps(folder, f, steps, 2);
         ckpt_join(path, folder, "latest");
@@ -575,27 +575,27 @@ static void test_latest(Test *t) {
         // a folder in its place costs a warning, not the save
         unlink(path);
         CHECK(mkdir(path, 0777) == 0, "mkdir");
-        capture_begin(&c);
+        ckpt_capture_begin(&c);
         CheckpointStore *s = checkpoint_open(folder, false);
         fake_fill(f, 3);
         SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
         checkpoint_close(s);
-        capture_end(&c);
+        ckpt_capture_end(&c);
         expect_true(t, r.durable && strstr(c.text, "latest could not be updated"), "durable %d, said %s", r.durable, c.text);
         ckpt_remove(folder);
     }
     fake_free(f);
 }
 
-static void test_all_broken(Test *t) {
+static void test_checkpoint_all_broken(Test *t) {
     CkptPath folder, path;
     ckpt_folder(folder);
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
     const int64_t steps[] = {1, 2, 3};
     static const char *const files[] = {"step-00000001/manifest.json", "step-00000002/shard-0.bin", "step-00000003/manifest.json"};
     ckpt_save_steps(folder, f, steps, 3);
-    for (int i = 0; i < 3; i++) ckpt_harm(ckpt_join(path, folder, files[i]), i == 1 ? HARM_ZEROS : HARM_CUT_1);
-    LoadCall call = {folder, "auto", f};
+    for (int i = 0; i < 3; i++) ckpt_harm(ckpt_join(path, folder, files[i]), i == 1 ? CKPT_HARM_ZEROS : CKPT_HARM_CUT_1);
+    CkptLoadCall call = {folder, "auto", f};
     const char *const parts[] = {"none of its 3 checkpoints", "step-00000003: manifest.json"};
     expect_dies_parts(t, EXIT_CHECKPOINT, parts, 2, ckpt_load_call, &call);
     ckpt_remove(folder);
@@ -646,7 +646,7 @@ static void ckpt_edit_manifest(const char *checkpoint, const char *from, const c
     free(m);
 }
 
-static void test_forged_manifest(Test *t) {
+static void test_checkpoint_forged_manifest(Test *t) {
     static const struct { const char *from, *to, *why; } row[] = {
         {"\"version\": 1", "\"version\": 0", "version 0; this build reads"},
         {"\"version\": 1", "\"version\": 2", "version 2; this build reads"},
@@ -716,7 +716,7 @@ static void test_forged_manifest(Test *t) {
     ckpt_remove(folder);
 }
 
-static void test_forged_shard(Test *t) {
+static void test_checkpoint_forged_shard(Test *t) {
     // A field of the shard is overwritten with a number, then all checksums are made right.
     enum { HEADER, RUN0, RUN1, LAST_RUN };
 #define IN_HEADER(field) HEADER, offsetof(ShardHeader, field)
@@ -785,7 +785,7 @@ static void test_forged_shard(Test *t) {
 }
 
 // NaN anywhere and infinite weights are neither written nor loaded; the message names the tensor. Other odd values are fine.
-static void test_not_finite(Test *t) {
+static void test_checkpoint_not_finite(Test *t) {
     CkptPath folder, checkpoint, path;
     ckpt_folder(folder);
     const int64_t steps[] = {5};
@@ -834,7 +834,7 @@ static void test_not_finite(Test *t) {
 
 // Runs of a tensor spread over several shards, in any order, are put together by their offsets: the reader is ready for
 // checkpoints of many ranks. The files are composed here, from one of a single rank.
-static void test_many_shards(Test *t) {
+static void test_checkpoint_many_shards(Test *t) {
     enum { WORLD = 3 };
     CkptPath folder, checkpoint, path;
     ckpt_folder(folder);
@@ -882,7 +882,7 @@ static void test_many_shards(Test *t) {
     free(manifest);
     free(whole);
     fake_fill(f, 77);
-    Captured c;
+    CkptCaptured c;
     expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", f, &c), "step-00000005");
     expect_true(t, fake_holds(t, f, 5), "values differ when put together from %d shards", WORLD);
     // two shards exchanged, one missing
@@ -903,7 +903,7 @@ static void test_many_shards(Test *t) {
 // ---------------------------------------------------------------------------------------------------------------
 // Another model, another optimizer
 
-static void test_mismatch(Test *t) {
+static void test_checkpoint_mismatch(Test *t) {
     CkptPath folder;
     ckpt_folder(folder);
     const int64_t steps[] = {5};
@@ -928,7 +928,7 @@ static void test_mismatch(Test *t) {
         FakeRun *g = fake_make(m, row[i].kinds, 1);
         static const char *const modes[] = {"auto", "step-00000005"};
         for (int mode = 0; mode < 2; mode++) { // a sound checkpoint of another model is never skipped
-            LoadCall call = {folder, modes[mode], g};
+            CkptLoadCall call = {folder, modes[mode], g};
             char text[DIES_TEXT_BYTES];
             int code = run_in_child(ckpt_load_call, &call, text);
             expect_equal_i64(t, "exit code", code, EXIT_CHECKPOINT);
@@ -940,7 +940,7 @@ static void test_mismatch(Test *t) {
     // Weights alone, for a run that trains nothing.
     FakeRun *g = fake_make(fake_model(2, 16, 37), 1, 1);
     g->tensors.get = NULL;
-    Captured c;
+    CkptCaptured c;
     expect_equal_text(t, "weights alone", ckpt_load_quietly(folder, "auto", g, &c), "step-00000005");
     expect_true(t, fake_holds(t, g, 5), "weights differ");
     fake_free(g);
@@ -949,14 +949,14 @@ static void test_mismatch(Test *t) {
 }
 
 // A layer number is a prefix of another one: names must match whole.
-static void test_many_layers(Test *t) {
+static void test_checkpoint_many_layers(Test *t) {
     CkptPath folder;
     ckpt_folder(folder);
     const int64_t steps[] = {5};
     FakeRun *f = fake_make(fake_model(101, 4, 3), 2, 1);
     ckpt_save_steps(folder, f, steps, 1);
     fake_fill(f, 9);
-    Captured c;
+    CkptCaptured c;
     expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", f, &c), "step-00000005");
     expect_true(t, fake_holds(t, f, 5), "values differ");
     fake_free(f);
@@ -968,10 +968,10 @@ static void test_many_layers(Test *t) {
 
 typedef struct {
     const char *folder;
-} OpenCall;
-static void ckpt_open_call(void *arg) { checkpoint_open(((OpenCall *)arg)->folder, false); }
+} CkptOpenCall;
+static void ckpt_open_call(void *arg) { checkpoint_open(((CkptOpenCall *)arg)->folder, false); }
 
-static void test_lock(Test *t) {
+static void test_checkpoint_lock(Test *t) {
     CkptPath folder, deep;
     char pid[64];
     ckpt_folder(folder);
@@ -979,7 +979,7 @@ static void test_lock(Test *t) {
     CheckpointStore *s = checkpoint_open(deep, false); // makes the whole path
     expect_true(t, ckpt_exists(folder, "a/b/c/.lock"), "no lock file");
     snprintf(pid, sizeof pid, "pid %ld on host ", (long)getpid());
-    OpenCall call = {deep};
+    CkptOpenCall call = {deep};
     const char *const parts[] = {"in use by another run", pid};
     expect_dies_parts(t, EXIT_CONFIG, parts, 2, ckpt_open_call, &call);
     checkpoint_close(s);
@@ -1003,32 +1003,32 @@ static void test_lock(Test *t) {
     ckpt_remove(folder);
 }
 
-static void test_cannot_create(Test *t) {
+static void test_checkpoint_cannot_create(Test *t) {
     CkptPath folder, path;
     ckpt_folder(folder);
     ckpt_spill(ckpt_join(path, folder, "file"), "x", 1);
     CkptPath below;
-    OpenCall rows[] = {{path}, {ckpt_join(below, path, "sub")}, {"/proc/no/such/place"}};
+    CkptOpenCall rows[] = {{path}, {ckpt_join(below, path, "sub")}, {"/proc/no/such/place"}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) expect_dies(t, EXIT_CANTCREAT, "checkpoint.save_dir", ckpt_open_call, &rows[i]);
-    OpenCall empty = {""};
+    CkptOpenCall empty = {""};
     expect_dies(t, EXIT_CONFIG, "is empty", ckpt_open_call, &empty);
     CkptPath odd; // a name that needs escaping works, and is escaped in messages
     CheckpointStore *s = checkpoint_open(ckpt_join(odd, folder, "a b'\"\n\xff"), false);
-    OpenCall again = {odd};
+    CkptOpenCall again = {odd};
     expect_dies(t, EXIT_CONFIG, "a b'\"\\x0a\\xff", ckpt_open_call, &again);
     checkpoint_close(s);
     if (geteuid() != 0) { // permissions mean nothing to root
         CHECK(chmod(folder, 0555) == 0, "chmod");
-        OpenCall closed = {folder};
+        CkptOpenCall closed = {folder};
         expect_dies(t, EXIT_CANTCREAT, "Permission denied", ckpt_open_call, &closed);
         CHECK(chmod(folder, 0755) == 0, "chmod");
     }
     ckpt_remove(folder);
 }
 
-static void test_sweep(Test *t) {
+static void test_checkpoint_sweep(Test *t) {
     CkptPath folder, path, inner;
-    Captured c;
+    CkptCaptured c;
     ckpt_folder(folder);
     const int64_t steps[] = {5};
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
@@ -1046,9 +1046,9 @@ static void test_sweep(Test *t) {
     // a reader touches nothing
     checkpoint_close(checkpoint_open(folder, true));
     expect_equal_i64(t, "entries after a reader", ckpt_count(folder, ckpt_count_visit), 105);
-    capture_begin(&c);
+    ckpt_capture_begin(&c);
     checkpoint_close(checkpoint_open(folder, false));
-    capture_end(&c);
+    ckpt_capture_end(&c);
     expect_contains(t, "note", c.text, "101 leftovers of interrupted saves removed");
     expect_equal_i64(t, "entries", ckpt_count(folder, ckpt_count_visit), 4); // .lock latest mine.txt step-00000005
     expect_true(t, ckpt_verdict(folder, "step-00000005") == NULL, "the sweep followed a link");
@@ -1056,7 +1056,7 @@ static void test_sweep(Test *t) {
     ckpt_remove(folder);
 }
 
-static void test_retention(Test *t) {
+static void test_checkpoint_retention(Test *t) {
     static const struct { int64_t floor, ceiling; const char *left; } row[] = {
         {0, 0, "1 2 3 4 5 6"}, {2, 0, "1 2 3 4 5 6"}, {0, 1, "6"}, {0, 3, "4 5 6"}, {1, 3, "4 5 6"}, {3, 3, "4 5 6"}, {2, 10, "1 2 3 4 5 6"}, {5, 2, "2 3 4 5 6"},
     };
@@ -1087,7 +1087,7 @@ static void test_retention(Test *t) {
     ckpt_folder_fast(folder);
     const int64_t steps[] = {10, 20, 30, 40};
     ckpt_save_steps(folder, f, steps, 4);
-    ckpt_harm(ckpt_join(path, folder, "step-00000040/manifest.json"), HARM_CUT_1);
+    ckpt_harm(ckpt_join(path, folder, "step-00000040/manifest.json"), CKPT_HARM_CUT_1);
     CheckpointStore *s = checkpoint_open(folder, false);
     fake_fill(f, 25);
     SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 1, 1);
@@ -1102,9 +1102,9 @@ static void test_retention(Test *t) {
 }
 
 // The folder is deleted while the run goes on: the next save makes it anew, locked.
-static void test_folder_deleted(Test *t) {
+static void test_checkpoint_folder_deleted(Test *t) {
     CkptPath folder, deep;
-    Captured c;
+    CkptCaptured c;
     ckpt_folder(folder);
     ckpt_join(deep, folder, "a/b");
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
@@ -1112,12 +1112,12 @@ static void test_folder_deleted(Test *t) {
     CkptPath a;
     ckpt_remove(ckpt_join(a, folder, "a"));
     fake_fill(f, 4);
-    capture_begin(&c);
+    ckpt_capture_begin(&c);
     SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
-    capture_end(&c);
+    ckpt_capture_end(&c);
     expect_true(t, r.durable && strstr(c.text, "was deleted"), "%s %s", r.why, c.text);
     expect_true(t, ckpt_verdict(deep, "step-00000004") == NULL, "not good");
-    OpenCall call = {deep};
+    CkptOpenCall call = {deep};
     expect_dies(t, EXIT_CONFIG, "in use by another run", ckpt_open_call, &call);
     checkpoint_close(s);
     fake_free(f);
@@ -1125,7 +1125,7 @@ static void test_folder_deleted(Test *t) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Faults at every call
+// CkptFaults at every call
 
 typedef struct {
     int64_t calls, at;  // calls so far; the one that is struck, from 1; 0 = none
@@ -1133,10 +1133,10 @@ typedef struct {
     bool storm;         // every call first meets EINTR, every write is short
     bool again;         // of the storm: this call's EINTR was given
     bool no_flags;      // a file system that knows no renameat2 flags
-} Faults;
+} CkptFaults;
 
-static int faults_before(void *ctx, IoCall *call) {
-    Faults *f = (Faults *)ctx;
+static int ckpt_faults_before(void *ctx, IoCall *call) {
+    CkptFaults *f = (CkptFaults *)ctx;
     if (f->storm) {
         bool can = call->op != IO_FOLDER && call->op != IO_CLOSE && call->op != IO_RENAME && call->op != IO_UNLINK && call->op != IO_RMDIR;
         if (can && !f->again) { f->again = true; return EINTR; }
@@ -1152,18 +1152,18 @@ static int faults_before(void *ctx, IoCall *call) {
 
 // For every call of a save and every error: what was saved before still loads, nothing torn has a final name, no space is
 // lost, and the next save works. The save under test replaces one of the same step in half of the cases.
-static void test_fail_every_call(Test *t) {
+static void test_checkpoint_fail_every_call(Test *t) {
     static const int errors[] = {ENOSPC, EIO, EDQUOT};
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1), *g = fake_make(fake_model(1, 8, 5), 1, 1);
-    Captured c;
+    CkptCaptured c;
     int64_t struck = 0, not_durable = 0;
     for (int same_step = 0; same_step < 2; same_step++)
         for (size_t e = 0; e < sizeof errors / sizeof *errors; e++)
             for (int64_t k = 1;; k++) {
                 CkptPath folder;
                 ckpt_folder_fast(folder);
-                Faults faults = {0};
-                Io io = {faults_before, &faults};
+                CkptFaults faults = {0};
+                Io io = {ckpt_faults_before, &faults};
                 CheckpointStore *s = checkpoint_open_io(folder, false, &io);
                 for (int step = 1; step <= 2; step++) {
                     fake_fill(f, step);
@@ -1175,9 +1175,9 @@ static void test_fail_every_call(Test *t) {
                 faults.calls = 0;
                 faults.at = k;
                 faults.error = errors[e];
-                capture_begin(&c);
+                ckpt_capture_begin(&c);
                 SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 2);
-                capture_end(&c);
+                ckpt_capture_end(&c);
                 bool over = faults.calls < k; // the save makes fewer calls than that: all were struck
                 faults.at = 0;
                 struck += !over;
@@ -1196,9 +1196,9 @@ static void test_fail_every_call(Test *t) {
                 SaveResult next = checkpoint_save(s, &f->state, &f->tensors, 0, 2);
                 expect_true(t, next.durable, "call %" PRId64 ": the next save fails: %s", k, next.why);
                 checkpoint_close(s);
-                capture_begin(&c);
+                ckpt_capture_begin(&c);
                 checkpoint_close(checkpoint_open(folder, false));
-                capture_end(&c);
+                ckpt_capture_end(&c);
                 expect_equal_i64(t, "leftovers", ckpt_count(folder, ckpt_hidden_visit), 0);
                 expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", g, &c), "step-00000004");
                 expect_true(t, fake_holds(t, g, 4), "call %" PRId64 ": wrong values at the end", k);
@@ -1212,15 +1212,15 @@ static void test_fail_every_call(Test *t) {
 
 typedef struct {
     CkptPath folder;
-    Faults faults;
+    CkptFaults faults;
     int64_t *acknowledged; // shared with the parent: the last step whose save was durable
     int64_t saves;
-} KilledRun;
+} CkptKilledRun;
 
-static void killed_run(void *arg) {
-    KilledRun *r = (KilledRun *)arg;
+static void ckpt_killed_run(void *arg) {
+    CkptKilledRun *r = (CkptKilledRun *)arg;
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
-    Io io = {faults_before, &r->faults};
+    Io io = {ckpt_faults_before, &r->faults};
     CheckpointStore *s = checkpoint_open_io(r->folder, false, &io);
     for (int64_t step = 1; step <= r->saves; step++) {
         fake_fill(f, step);
@@ -1230,14 +1230,14 @@ static void killed_run(void *arg) {
 
 // The process ends at its k-th call, for every k of a start and three saves with one checkpoint kept: the acknowledged one
 // loads, or a newer one, with the right values; the next start cleans up.
-static void test_stop_at_every_call(Test *t) {
+static void test_checkpoint_stop_at_every_call(Test *t) {
     FakeRun *g = fake_make(fake_model(1, 8, 5), 1, 1);
-    Captured c;
+    CkptCaptured c;
     int64_t *acknowledged = (int64_t *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(acknowledged != MAP_FAILED, "mmap");
     int64_t stops = 0;
     for (int64_t k = 1;; k++) {
-        KilledRun r;
+        CkptKilledRun r;
         memset(&r, 0, sizeof r);
         ckpt_folder_fast(r.folder);
         r.faults.at = k;
@@ -1245,16 +1245,16 @@ static void test_stop_at_every_call(Test *t) {
         r.acknowledged = acknowledged;
         *acknowledged = 0;
         char text[DIES_TEXT_BYTES];
-        int code = run_in_child(killed_run, &r, text);
+        int code = run_in_child(ckpt_killed_run, &r, text);
         expect_true(t, code == 7 || code == -1, "exit code %d: %s", code, text);
         const char *name = ckpt_load_quietly(r.folder, "auto", g, &c);
         expect_true(t, c.text[0] == 0, "stop at call %" PRId64 ": %s", k, c.text); // nothing had to be skipped
         int64_t got = name[0] ? g->state.step : 0;
         expect_true(t, got >= *acknowledged, "stop at call %" PRId64 ": step %" PRId64 " acknowledged, \"%s\" loaded", k, *acknowledged, name);
         if (got) expect_true(t, fake_holds(t, g, got), "stop at call %" PRId64 ": wrong values", k);
-        capture_begin(&c);
+        ckpt_capture_begin(&c);
         checkpoint_close(checkpoint_open(r.folder, false));
-        capture_end(&c);
+        ckpt_capture_end(&c);
         expect_equal_i64(t, "leftovers", ckpt_count(r.folder, ckpt_hidden_visit), 0);
         ckpt_remove(r.folder);
         stops += code == 7;
@@ -1267,14 +1267,14 @@ static void test_stop_at_every_call(Test *t) {
 
 // Interrupted calls and short writes change nothing; neither does a file system without renameat2's flags, except that a
 // complete checkpoint of the same step is then kept and the save refused.
-static void test_odd_file_systems(Test *t) {
+static void test_checkpoint_odd_file_systems(Test *t) {
     CkptPath folder, path;
     FakeRun *f = fake_make(fake_model(1, 16, 37), 2, 1);
-    Captured c;
+    CkptCaptured c;
     ckpt_folder(folder);
-    Faults storm = {0};
+    CkptFaults storm = {0};
     storm.storm = true;
-    Io io = {faults_before, &storm};
+    Io io = {ckpt_faults_before, &storm};
     CheckpointStore *s = checkpoint_open_io(folder, false, &io);
     fake_fill(f, 5);
     SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
@@ -1283,9 +1283,9 @@ static void test_odd_file_systems(Test *t) {
     fake_fill(f, 9);
     expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", f, &c), "step-00000005");
     expect_true(t, fake_holds(t, f, 5), "values differ");
-    Faults plain = {0};
+    CkptFaults plain = {0};
     plain.no_flags = true;
-    Io plain_io = {faults_before, &plain};
+    Io plain_io = {ckpt_faults_before, &plain};
     s = checkpoint_open_io(folder, false, &plain_io);
     fake_fill(f, 6);
     r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
@@ -1293,32 +1293,32 @@ static void test_odd_file_systems(Test *t) {
     r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
     expect_true(t, !r.durable && strstr(r.why, "exists already"), "durable %d: %s", r.durable, r.why);
     expect_true(t, ckpt_verdict(folder, "step-00000006") == NULL, "the old one was harmed");
-    ckpt_harm(ckpt_join(path, folder, "step-00000006/shard-0.bin"), HARM_CUT_1); // a broken one makes way
+    ckpt_harm(ckpt_join(path, folder, "step-00000006/shard-0.bin"), CKPT_HARM_CUT_1); // a broken one makes way
     r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
     expect_true(t, r.durable && ckpt_verdict(folder, "step-00000006") == NULL, "durable %d: %s", r.durable, r.why);
     checkpoint_close(s);
-    capture_begin(&c);
+    ckpt_capture_begin(&c);
     checkpoint_close(checkpoint_open(folder, false));
-    capture_end(&c);
+    ckpt_capture_end(&c);
     expect_equal_i64(t, "leftovers", ckpt_count(folder, ckpt_hidden_visit), 0);
     ckpt_remove(folder);
     fake_free(f);
 }
 
-static int no_space(void *ctx, IoCall *call) {
+static int ckpt_no_space(void *ctx, IoCall *call) {
     if (call->op != IO_SPACE) *(int *)ctx += call->op == IO_FOLDER;
     return 0;
 }
 
 // Too little room is seen before anything is written.
-static void test_space(Test *t) {
+static void test_checkpoint_space(Test *t) {
     CkptPath folder;
     ckpt_folder(folder);
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
     const int64_t steps[] = {1};
     ckpt_save_steps(folder, f, steps, 1);
     int folders = 0;
-    Io io = {no_space, &folders};
+    Io io = {ckpt_no_space, &folders};
     CheckpointStore *s = checkpoint_open_io(folder, false, &io);
     // a model whose checkpoint no disk of today can hold: 2^44 rows; get must never be called
     ModelConfig m = fake_model(1, 8, 5);
@@ -1476,8 +1476,8 @@ static void crash_scenario(CrashLog *log, const char *folder) {
     static const int64_t steps[] = {1, 2, 2, 3, 4};
     FakeRun *f = fake_make(fake_model(1, 4, 3), 1, 1);
     Io io = {crash_record, log};
-    Captured c;
-    capture_begin(&c);
+    CkptCaptured c;
+    ckpt_capture_begin(&c);
     CheckpointStore *s = checkpoint_open_io(folder, false, &io);
     log->n = 0; // the start in an empty folder is of no interest
     for (int i = 0; i < 5; i++) {
@@ -1502,11 +1502,11 @@ static void crash_scenario(CrashLog *log, const char *folder) {
             }
     }
     checkpoint_close(s);
-    capture_end(&c);
+    ckpt_capture_end(&c);
     fake_free(f);
 }
 
-static void test_crash_model(Test *t) {
+static void test_checkpoint_crash_model(Test *t) {
     CkptPath folder;
     ckpt_folder_fast(folder);
     CrashLog *log = (CrashLog *)host_alloc(sizeof *log);
@@ -1540,30 +1540,30 @@ static void test_crash_model(Test *t) {
 }
 
 static const TestRow checkpoint_tests[] = {
-    {"crc32c", test_crc32c},
-    {"round_trip", test_round_trip},
-    {"manifest_text", test_manifest_text},
-    {"bit_flips", test_bit_flips},
-    {"flips_name_tensors", test_flips_name_tensors},
-    {"damaged_files", test_damaged_files},
-    {"choice", test_choice},
-    {"latest", test_latest},
-    {"all_broken", test_all_broken},
-    {"forged_manifest", test_forged_manifest},
-    {"forged_shard", test_forged_shard},
-    {"not_finite", test_not_finite},
-    {"many_shards", test_many_shards},
-    {"mismatch", test_mismatch},
-    {"many_layers", test_many_layers},
-    {"lock", test_lock},
-    {"cannot_create", test_cannot_create},
-    {"sweep", test_sweep},
-    {"retention", test_retention},
-    {"folder_deleted", test_folder_deleted},
-    {"fail_every_call", test_fail_every_call},
-    {"stop_at_every_call", test_stop_at_every_call},
-    {"odd_file_systems", test_odd_file_systems},
-    {"space", test_space},
-    {"crash_model", test_crash_model},
+    {"crc32c", test_checkpoint_crc32c},
+    {"round_trip", test_checkpoint_round_trip},
+    {"manifest_text", test_checkpoint_manifest_text},
+    {"bit_flips", test_checkpoint_bit_flips},
+    {"flips_name_tensors", test_checkpoint_flips_name_tensors},
+    {"damaged_files", test_checkpoint_damaged_files},
+    {"choice", test_checkpoint_choice},
+    {"latest", test_checkpoint_latest},
+    {"all_broken", test_checkpoint_all_broken},
+    {"forged_manifest", test_checkpoint_forged_manifest},
+    {"forged_shard", test_checkpoint_forged_shard},
+    {"not_finite", test_checkpoint_not_finite},
+    {"many_shards", test_checkpoint_many_shards},
+    {"mismatch", test_checkpoint_mismatch},
+    {"many_layers", test_checkpoint_many_layers},
+    {"lock", test_checkpoint_lock},
+    {"cannot_create", test_checkpoint_cannot_create},
+    {"sweep", test_checkpoint_sweep},
+    {"retention", test_checkpoint_retention},
+    {"folder_deleted", test_checkpoint_folder_deleted},
+    {"fail_every_call", test_checkpoint_fail_every_call},
+    {"stop_at_every_call", test_checkpoint_stop_at_every_call},
+    {"odd_file_systems", test_checkpoint_odd_file_systems},
+    {"space", test_checkpoint_space},
+    {"crash_model", test_checkpoint_crash_model},
     {NULL, NULL},
 };
