@@ -10,18 +10,18 @@ cd "$(dirname "$0")/.."
 layers='
 8 test_gpt.cu
 7 train_gpt.cu
-6 checkpoint.cu huggingface.cu planner.cu
+6 checkpoint_format.cu checkpoint.cu huggingface.cu planner.cu
 5 pipeline.cu optimizer.cu
 4 zero.cu offload.cu acts.cu
 3 model.cu tensor_parallel.cu
 2 kernels/kernels.h kernels/kernel_list.h runtime/comm.h runtime/dataloader.h runtime/metrics.h runtime/tokenizer.h runtime/safetensors.h
-1 dsconfig.h runtime/device.h runtime/durable.h
-0 runtime/utils.h runtime/tensor.h runtime/json.h runtime/grid.h runtime/crc32c.h
+1 dsconfig_keys.h dsconfig.h runtime/device.h runtime/durable.h
+0 runtime/utils.h runtime/tensor.h runtime/json.h runtime/grid.h runtime/crc32c.h runtime/unicode.h
 '
 beside='
-runtime/tensor.h>runtime/utils.h runtime/json.h>runtime/utils.h runtime/grid.h>runtime/utils.h runtime/grid.h>runtime/tensor.h runtime/crc32c.h>runtime/utils.h
+runtime/tensor.h>runtime/utils.h runtime/json.h>runtime/utils.h runtime/grid.h>runtime/utils.h runtime/grid.h>runtime/tensor.h runtime/crc32c.h>runtime/utils.h runtime/unicode.h>runtime/utils.h
 kernels/kernels.h>kernels/kernel_list.h
-zero.cu>offload.cu acts.cu>zero.cu model.cu>tensor_parallel.cu
+zero.cu>offload.cu acts.cu>zero.cu model.cu>tensor_parallel.cu dsconfig.h>dsconfig_keys.h checkpoint.cu>checkpoint_format.cu
 '
 
 declare -A layer_of
