@@ -63,26 +63,30 @@ static const char *hf_problems_text(HfProblems *p) {
     return p->text;
 }
 
-static const char *hf_shown(char room[512], const char *text) { return text_escape(room, 512, text, strlen(text)); }
+static const char *hf_shown(char room[512], const char *path) { return text_escape(room, 512, path, strlen(path)); }
+static const char *hf_short(char room[100], const char *name) { return text_escape(room, 100, name, strlen(name)); }
 
 // ---------------------------------------------------------------------------------------------------------------
 // JSON files of a folder
 
 // Reads and parses folder/name. Dies with EXIT_DATA unless it is strict JSON, an object, without a key twice.
 static void hf_json_read(Json *j, int folder, const char *shown, const char *name) {
-    char why[256], key[64];
+    char why[256], key[100];
     int64_t bytes = 0;
     int fd = file_open_at(folder, name, false, &bytes, why, sizeof why);
     if (fd < 0) die(EXIT_DATA, "%s/%s: %s", shown, name, why);
-    if (bytes > HF_JSON_BYTES_MAX) die(EXIT_DATA, "%s/%s: has %" PRId64 " bytes, more than the limit of %d", shown, name, bytes, HF_JSON_BYTES_MAX);
+    if (bytes > HF_JSON_BYTES_MAX)
+        die(EXIT_DATA, "%s/%s: has %" PRId64 " bytes, more than the limit of %d", shown, name, bytes, HF_JSON_BYTES_MAX);
     char *text = (char *)host_alloc((size_t)bytes + 1);
-    if (!file_read_at(fd, text, bytes, 0)) die(EXIT_IO, "%s/%s: %s", shown, name, errno ? strerror(errno) : "became shorter while it was read");
+    if (!file_read_at(fd, text, bytes, 0))
+        die(EXIT_IO, "%s/%s: %s", shown, name, errno ? strerror(errno) : "became shorter while it was read");
     close(fd);
     if (!json_parse(j, text, bytes, JSON_STRICT)) die(EXIT_DATA, "%s/%s:%d: %s", shown, name, j->line, j->error);
     free(text);
     if (j->node[0].type != JSON_OBJECT) die(EXIT_DATA, "%s/%s: is %s, not an object", shown, name, json_type_name(j->node[0].type));
     for (int i = 0; i < j->count; i++) {
-        if (j->node[i].twin >= 0) die(EXIT_DATA, "%s/%s:%d: the key \"%s\" occurs twice", shown, name, j->node[i].line, text_escape(key, sizeof key, json_key(j, i), (size_t)j->node[i].key_length));
+        if (j->node[i].twin >= 0)
+            die(EXIT_DATA, "%s/%s:%d: the key \"%s\" occurs twice", shown, name, j->node[i].line, hf_short(key, json_key(j, i)));
     }
 }
 
@@ -101,9 +105,10 @@ static void hf_config_wrong(HfConfig *c, int n, const char *wanted) {
     char shown[100];
     const JsonNode *node = &c->json.node[n];
     bool has_text = node->type == JSON_STRING || node->type == JSON_NUMBER;
-    text_escape(shown, sizeof shown, json_text(&c->json, n), has_text ? (size_t)node->length : 0);
-    hf_problem(c->problems, "line %d: %s = %s%s%s: must be %s", node->line, json_key(&c->json, n), node->type == JSON_STRING ? "\"" : "",
-               has_text ? shown : node->type == JSON_BOOL ? (node->truth ? "true" : "false") : json_type_name(node->type), node->type == JSON_STRING ? "\"" : "", wanted);
+    const char *value = node->type == JSON_BOOL ? (node->truth ? "true" : "false") : json_type_name(node->type);
+    if (has_text) value = text_escape(shown, sizeof shown, json_text(&c->json, n), (size_t)node->length);
+    const char *quote = node->type == JSON_STRING ? "\"" : "";
+    hf_problem(c->problems, "line %d: %s = %s%s%s: must be %s", node->line, json_key(&c->json, n), quote, value, quote, wanted);
 }
 
 // A whole number from 1 to most, under its GPT-2 name or the general one; `fallback` when absent, where 0 means: required.
@@ -130,7 +135,8 @@ static int64_t hf_config_count(HfConfig *c, const char *key, const char *other, 
 static double hf_config_number(HfConfig *c, const char *key, double fallback) {
     double value = fallback;
     int n = hf_config_find(c, key);
-    if (n >= 0 && (c->json.node[n].type != JSON_NUMBER || !json_to_double(json_text(&c->json, n), &value))) hf_config_wrong(c, n, "a finite number");
+    if (n >= 0 && (c->json.node[n].type != JSON_NUMBER || !json_to_double(json_text(&c->json, n), &value)))
+        hf_config_wrong(c, n, "a finite number");
     return value;
 }
 
@@ -175,11 +181,11 @@ enum { HF_LAYERS_MAX = 10000, HF_WIDTH_MAX = 1 << 20, HF_POSITIONS_MAX = 1 << 28
 static void hf_config_json_read(int folder, const char *shown, ModelConfig *m) {
     HfProblems problems = {0, 0, 0, ""};
     HfConfig c = {{0}, &problems};
-    char text[64];
+    char text[100];
     hf_json_read(&c.json, folder, shown, HF_CONFIG);
-    const char *type = hf_config_text(&c, "model_type", "");
-    text_escape(text, sizeof text, type, strlen(type));
-    if (strcmp(type, model_arch(m)->name) != 0) die(EXIT_DATA, "%s/" HF_CONFIG ": model_type is \"%s\"; only \"%s\" is built", shown, text, model_arch(m)->name);
+    const char *type = hf_config_text(&c, "model_type", ""), *built_type = model_arch(m)->name;
+    if (strcmp(type, built_type) != 0)
+        die(EXIT_DATA, "%s/" HF_CONFIG ": model_type is \"%s\"; only \"%s\" is built", shown, hf_short(text, type), built_type);
     m->n_layer = hf_config_count(&c, "n_layer", "num_hidden_layers", HF_LAYERS_MAX, 0);
     m->n_head = hf_config_count(&c, "n_head", "num_attention_heads", HF_WIDTH_MAX, 0);
     m->n_embd = hf_config_count(&c, "n_embd", "hidden_size", HF_WIDTH_MAX, 0);
@@ -189,16 +195,19 @@ static void hf_config_json_read(int folder, const char *shown, ModelConfig *m) {
     m->layer_norm_epsilon = hf_config_number(&c, "layer_norm_epsilon", 1e-5);
     m->tie_word_embeddings = hf_config_flag(&c, "tie_word_embeddings", true);
     if (!(m->layer_norm_epsilon > 0)) hf_problem(&problems, "layer_norm_epsilon = %g: must be above 0", m->layer_norm_epsilon);
-    if (m->n_embd > 0 && m->n_head > 0 && m->n_embd % m->n_head != 0) hf_problem(&problems, "n_embd = %" PRId64 " is no multiple of n_head = %" PRId64, m->n_embd, m->n_head);
+    if (m->n_embd > 0 && m->n_head > 0 && m->n_embd % m->n_head != 0)
+        hf_problem(&problems, "n_embd = %" PRId64 " is no multiple of n_head = %" PRId64, m->n_embd, m->n_head);
     // gelu_new and gelu_pytorch_tanh are two names of the tanh form; "gelu" is the erf form, another function
     const char *activation = hf_config_text(&c, "activation_function", "gelu_new");
     if (strcmp(activation, "gelu_new") != 0 && strcmp(activation, "gelu_pytorch_tanh") != 0)
-        hf_problem(&problems, "activation_function = \"%s\" is not built; gelu_new (the tanh form) is", text_escape(text, sizeof text, activation, strlen(activation)));
+        hf_problem(&problems, "activation_function = \"%s\" is not built; gelu_new (the tanh form) is", hf_short(text, activation));
     for (size_t i = 0; i < sizeof hf_gpt2_flags / sizeof *hf_gpt2_flags; i++) {
         bool built = hf_gpt2_flags[i].built;
-        if (hf_config_flag(&c, hf_gpt2_flags[i].key, built) != built) hf_problem(&problems, "%s = %s is not built", hf_gpt2_flags[i].key, built ? "false" : "true");
+        if (hf_config_flag(&c, hf_gpt2_flags[i].key, built) != built)
+            hf_problem(&problems, "%s = %s is not built", hf_gpt2_flags[i].key, built ? "false" : "true");
     }
-    if (hf_config_find(&c, "quantization_config") >= 0) hf_problem(&problems, "quantization_config: quantized weights are not read; import the original model");
+    if (hf_config_find(&c, "quantization_config") >= 0)
+        hf_problem(&problems, "quantization_config: quantized weights are not read; import the original model");
     int pruned = hf_config_find(&c, "pruned_heads");
     if (pruned >= 0 && c.json.node[pruned].count > 0) hf_problem(&problems, "pruned_heads is not built");
     double dropout = 0;
@@ -230,10 +239,14 @@ static const struct {
     bool in_block;
     char rows, columns;
 } llmc_tensors[] = {
-    {"wte.weight", false, 'P', 'C'}, {"wpe.weight", false, 'T', 'C'}, {"ln_1.weight", true, 'C', '1'}, {"ln_1.bias", true, 'C', '1'},
-    {"attn.c_attn.weight", true, 'Q', 'C'}, {"attn.c_attn.bias", true, 'Q', '1'}, {"attn.c_proj.weight", true, 'C', 'C'}, {"attn.c_proj.bias", true, 'C', '1'},
-    {"ln_2.weight", true, 'C', '1'}, {"ln_2.bias", true, 'C', '1'}, {"mlp.c_fc.weight", true, 'F', 'C'}, {"mlp.c_fc.bias", true, 'F', '1'},
-    {"mlp.c_proj.weight", true, 'C', 'F'}, {"mlp.c_proj.bias", true, 'C', '1'}, {"ln_f.weight", false, 'C', '1'}, {"ln_f.bias", false, 'C', '1'},
+    {"wte.weight", false, 'P', 'C'}, {"wpe.weight", false, 'T', 'C'},
+    {"ln_1.weight", true, 'C', '1'}, {"ln_1.bias", true, 'C', '1'},
+    {"attn.c_attn.weight", true, 'Q', 'C'}, {"attn.c_attn.bias", true, 'Q', '1'}, {"attn.c_proj.weight", true, 'C', 'C'},
+        {"attn.c_proj.bias", true, 'C', '1'},
+    {"ln_2.weight", true, 'C', '1'}, {"ln_2.bias", true, 'C', '1'},
+    {"mlp.c_fc.weight", true, 'F', 'C'}, {"mlp.c_fc.bias", true, 'F', '1'}, {"mlp.c_proj.weight", true, 'C', 'F'}, {"mlp.c_proj.bias", true,
+        'C', '1'},
+    {"ln_f.weight", false, 'C', '1'}, {"ln_f.bias", false, 'C', '1'},
 };
 enum { LLMC_TENSORS = sizeof llmc_tensors / sizeof *llmc_tensors };
 
@@ -242,10 +255,13 @@ static const char *hf_guess_format(const int32_t header[4], int64_t file_bytes) 
     const unsigned char *b = (const unsigned char *)header;
     uint64_t n;
     memcpy(&n, b, 8);
-    for (size_t i = 0; i < sizeof llmc_other_magics / sizeof *llmc_other_magics; i++) if (header[0] == llmc_other_magics[i].magic) return llmc_other_magics[i].what;
-    if (header[0] == (int32_t)__builtin_bswap32(LLMC_MAGIC)) return "an llm.c model written on a machine of the other byte order; write it again on a little-endian one";
+    for (size_t i = 0; i < sizeof llmc_other_magics / sizeof *llmc_other_magics; i++)
+        if (header[0] == llmc_other_magics[i].magic) return llmc_other_magics[i].what;
+    if (header[0] == (int32_t)__builtin_bswap32(LLMC_MAGIC))
+        return "an llm.c model written on a machine of the other byte order; write it again on a little-endian one";
     if (memcmp(b, "GGUF", 4) == 0) return "a GGUF file; import the model's Hugging Face folder instead";
-    if (memcmp(b, "PK\3\4", 4) == 0 || (b[0] == 0x80 && b[1] <= 5)) return "a PyTorch file (a pickle, which can run code and is never read); save the model with safe_serialization=True and name that folder";
+    if (memcmp(b, "PK\3\4", 4) == 0 || (b[0] == 0x80 && b[1] <= 5))
+        return "a PyTorch file (a pickle, which can run code and is never read); save the model with safe_serialization=True and name that folder";
     if (n < (uint64_t)file_bytes && b[8] == '{') return "a safetensors file; name the folder that holds it and its config.json";
     return "no model file of llm.c (magic 20240326, version 3 or 5) and no folder of Hugging Face";
 }
@@ -270,12 +286,16 @@ static void llmc_open(const char *path, const char *shown, ModelConfig *m, SafeT
     int fd = file_open_at(AT_FDCWD, path, true, &file_bytes, why, sizeof why);
     if (fd < 0) die(EXIT_DATA, "model.init_from = %s: %s", shown, why);
     memset(header, 0, sizeof header);
-    if (!file_read_at(fd, header, min_i64(file_bytes, sizeof header), 0)) die(EXIT_IO, "%s: %s", shown, errno ? strerror(errno) : "became shorter while it was read");
+    if (!file_read_at(fd, header, min_i64(file_bytes, sizeof header), 0))
+        die(EXIT_IO, "%s: %s", shown, errno ? strerror(errno) : "became shorter while it was read");
     if (header[0] != LLMC_MAGIC) die(EXIT_DATA, "model.init_from = %s: is %s", shown, hf_guess_format(header, file_bytes));
-    if (header[1] != LLMC_FP32 && header[1] != LLMC_BF16) die(EXIT_DATA, "%s: an llm.c model of version %d; this program reads 3 (fp32) and 5 (bf16)", shown, header[1]);
+    if (header[1] != LLMC_FP32 && header[1] != LLMC_BF16)
+        die(EXIT_DATA, "%s: an llm.c model of version %d; this program reads 3 (fp32) and 5 (bf16)", shown, header[1]);
     const int64_t T = header[2], V = header[3], L = header[4], NH = header[5], C = header[6], Vp = header[7];
-    if (T < 1 || T > HF_POSITIONS_MAX || V < 1 || Vp > HF_VOCAB_MAX || L < 1 || L > HF_LAYERS_MAX || NH < 1 || C < 1 || C > HF_WIDTH_MAX || Vp < V || C % NH != 0)
-        die(EXIT_DATA, "%s: sizes that no model has: positions %" PRId64 ", vocabulary %" PRId64 " (padded %" PRId64 "), layers %" PRId64 ", heads %" PRId64 ", width %" PRId64 "; the file is damaged", shown, T, V, Vp, L, NH, C);
+    if (T < 1 || T > HF_POSITIONS_MAX || V < 1 || Vp > HF_VOCAB_MAX || L < 1 || L > HF_LAYERS_MAX || NH < 1 ||
+        C < 1 || C > HF_WIDTH_MAX || Vp < V || C % NH != 0)
+        die(EXIT_DATA, "%s: sizes that no model has: positions %" PRId64 ", vocabulary %" PRId64 " (padded %" PRId64 "), layers %" PRId64
+            ", heads %" PRId64 ", width %" PRId64 "; the file is damaged", shown, T, V, Vp, L, NH, C);
     m->n_positions = T;
     m->vocab_size = V;
     m->n_layer = L;
@@ -312,7 +332,9 @@ static void llmc_open(const char *path, const char *shown, ModelConfig *m, SafeT
             all.by_name[all.n_tensors++] = t;
         }
     }
-    if (file_bytes != at) die(EXIT_DATA, "%s: has %" PRId64 " bytes, but a model of its sizes has %" PRId64 "; the file is cut or damaged", shown, file_bytes, at);
+    if (file_bytes != at)
+        die(EXIT_DATA, "%s: has %" PRId64 " bytes, but a model of its sizes has %" PRId64 "; the file is cut or damaged", shown, file_bytes,
+            at);
     qsort(all.by_name, (size_t)all.n_tensors, sizeof *all.by_name, safetensors_by_name);
     if (st) *st = all;
     else safetensors_close(&all);
@@ -325,7 +347,8 @@ static void llmc_open(const char *path, const char *shown, ModelConfig *m, SafeT
 static int hf_open_folder(const char *init_from, const char *shown) {
     struct stat st;
     if (stat(init_from, &st) != 0)
-        die(EXIT_DATA, "model.init_from = %s: %s; name a Hugging Face folder or a model .bin of llm.c on this machine (models are not downloaded: hf download ID --local-dir DIR)", shown, strerror(errno));
+        die(EXIT_DATA, "model.init_from = %s: %s; name a Hugging Face folder or a model .bin of llm.c on this machine (models are not "
+            "downloaded here: hf download ID --local-dir DIR)", shown, strerror(errno));
     if (!S_ISDIR(st.st_mode)) return -1;
     int folder = open(init_from, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (folder < 0) die(EXIT_DATA, "model.init_from = %s: %s", shown, strerror(errno));
@@ -356,9 +379,13 @@ static void hf_config_read(const char *init_from, ModelConfig *m) {
     hf_agree(&problems, "vocab_size", &m->vocab_size, found.vocab_size);
     hf_agree(&problems, "n_inner", &m->n_inner, found.n_inner);
     if (m->layer_norm_epsilon == 0) m->layer_norm_epsilon = found.layer_norm_epsilon;
-    else if (m->layer_norm_epsilon != found.layer_norm_epsilon) hf_problem(&problems, "layer_norm_epsilon is %g in the configuration, %g in the model", m->layer_norm_epsilon, found.layer_norm_epsilon);
+    else if (m->layer_norm_epsilon != found.layer_norm_epsilon)
+        hf_problem(&problems, "layer_norm_epsilon is %g in the configuration, %g in the model", m->layer_norm_epsilon,
+            found.layer_norm_epsilon);
     m->tie_word_embeddings = found.tie_word_embeddings;
-    if (problems.n) die(EXIT_CONFIG, "train_gpt.model differs from model.init_from = %s: %s; remove these keys or name another model", shown, hf_problems_text(&problems));
+    if (problems.n)
+        die(EXIT_CONFIG, "train_gpt.model differs from model.init_from = %s: %s; remove these keys or name another model", shown,
+            hf_problems_text(&problems));
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -395,7 +422,8 @@ static bool hf_is_plain_name(const char *name, int32_t length) {
 
 static void hf_open_file(HfSource *s, int folder, HfFile *f) {
     char why[512], name[512];
-    if (!safetensors_open_at(&f->st, folder, f->name, false, why, sizeof why)) die(EXIT_DATA, "%s/%s: %s", s->shown, hf_shown(name, f->name), why);
+    if (!safetensors_open_at(&f->st, folder, f->name, false, why, sizeof why))
+        die(EXIT_DATA, "%s/%s: %s", s->shown, hf_shown(name, f->name), why);
 }
 
 // Opens the shards that the index names. The map is what counts: a tensor that lies elsewhere than it says, or that it does
@@ -414,8 +442,10 @@ static void hf_open_shards(HfSource *s, int folder, HfProblems *problems) {
         text_escape(shown, sizeof shown, json_key(&j, i), (size_t)j.node[i].key_length);
         text_escape(where, sizeof where, file, j.node[i].type == JSON_STRING ? (size_t)j.node[i].length : 0);
         if (j.node[i].type != JSON_STRING || !hf_is_plain_name(file, j.node[i].length))
-            die(EXIT_DATA, "%s/" HF_INDEX ":%d: tensor \"%s\" is said to be in \"%s\"; only plain names of files beside the index are opened", s->shown, j.node[i].line, shown, where);
-        if (strlen(json_key(&j, i)) != (size_t)j.node[i].key_length) die(EXIT_DATA, "%s/" HF_INDEX ":%d: the name \"%s\" holds a zero byte", s->shown, j.node[i].line, shown);
+            die(EXIT_DATA, "%s/" HF_INDEX ":%d: tensor \"%s\" is said to be in \"%s\"; only plain names of files beside the index "
+                "are opened", s->shown, j.node[i].line, shown, where);
+        if (strlen(json_key(&j, i)) != (size_t)j.node[i].key_length)
+            die(EXIT_DATA, "%s/" HF_INDEX ":%d: the name \"%s\" holds a zero byte", s->shown, j.node[i].line, shown);
         int f = 0;
         while (f < s->n_files && strcmp(s->file[f].name, file) != 0) f++;
         if (f == s->n_files) {
@@ -427,15 +457,19 @@ static void hf_open_shards(HfSource *s, int folder, HfProblems *problems) {
     qsort(map, (size_t)n, sizeof *map, hf_map_by_name);
     for (int f = 0; f < s->n_files; f++) {
         hf_open_file(s, folder, &s->file[f]);
+        hf_short(where, s->file[f].name);
         for (int i = 0; i < s->file[f].st.n_tensors; i++) {
             HfMapEntry key = {s->file[f].st.tensor[i].name, 0};
             const HfMapEntry *entry = (const HfMapEntry *)bsearch(&key, map, (size_t)n, sizeof *map, hf_map_by_name);
-            if (!entry || entry->file != f) hf_problem(problems, "%s holds %s, which the index %s", text_escape(where, sizeof where, s->file[f].name, strlen(s->file[f].name)), text_escape(shown, sizeof shown, key.name, strlen(key.name)), entry ? "places elsewhere" : "does not list");
+            if (!entry) hf_problem(problems, "%s holds %s, which the index does not list", where, hf_short(shown, key.name));
+            else if (entry->file != f)
+                hf_problem(problems, "%s holds %s, which the index places elsewhere", where, hf_short(shown, key.name));
         }
     }
     for (int i = 0; i < n; i++) {
         const HfFile *f = &s->file[map[i].file];
-        if (!safetensors_find(&f->st, map[i].name)) hf_problem(problems, "the index places %s in %s, which lacks it", text_escape(shown, sizeof shown, map[i].name, strlen(map[i].name)), text_escape(where, sizeof where, f->name, strlen(f->name)));
+        if (safetensors_find(&f->st, map[i].name)) continue;
+        hf_problem(problems, "the index places %s in %s, which lacks it", hf_short(shown, map[i].name), hf_short(where, f->name));
     }
     free(map);
     json_free(&j);
@@ -462,8 +496,10 @@ static void hf_source_open(HfSource *s, const char *init_from, HfProblems *probl
         snprintf(s->file->name, sizeof s->file->name, HF_WEIGHTS);
         hf_open_file(s, folder, s->file);
     } else if (fstatat(folder, HF_INDEX, &st, AT_SYMLINK_NOFOLLOW) == 0) hf_open_shards(s, folder, problems);
-    else if (fstatat(folder, "pytorch_model.bin", &st, AT_SYMLINK_NOFOLLOW) == 0 || fstatat(folder, "pytorch_model.bin.index.json", &st, AT_SYMLINK_NOFOLLOW) == 0)
-        die(EXIT_DATA, "model.init_from = %s: holds only pytorch_model.bin, a pickle, which can run code and is never read; save the model again with safe_serialization=True", s->shown);
+    else if (fstatat(folder, "pytorch_model.bin", &st, AT_SYMLINK_NOFOLLOW) == 0 ||
+             fstatat(folder, "pytorch_model.bin.index.json", &st, AT_SYMLINK_NOFOLLOW) == 0)
+        die(EXIT_DATA, "model.init_from = %s: holds only pytorch_model.bin, a pickle, which can run code and is never read; save the model "
+            "again with safe_serialization=True", s->shown);
     else die(EXIT_DATA, "model.init_from = %s: has neither " HF_WEIGHTS " nor " HF_INDEX, s->shown);
     close(folder);
 }
@@ -481,7 +517,9 @@ static bool hf_is_mask(const char *name) {
     return digits > 0 && (strcmp(name + digits, ".attn.bias") == 0 || strcmp(name + digits, ".attn.masked_bias") == 0);
 }
 
-static int hf_rows_by_name(const void *a, const void *b) { return strcmp((*(const ParamDesc *const *)a)->name, (*(const ParamDesc *const *)b)->name); }
+static int hf_rows_by_name(const void *a, const void *b) {
+    return strcmp((*(const ParamDesc *const *)a)->name, (*(const ParamDesc *const *)b)->name);
+}
 
 // The row of that name in a sorted list of n, or null.
 static const ParamDesc *hf_find_row(const ParamDesc **sorted, int n, const char *name) {
@@ -513,7 +551,7 @@ static void hf_match(const HfSource *s, const ParamTable *table, HfPlace *place,
             const char *name = t->name;
             if (!s->is_llmc && strncmp(name, "transformer.", 12) == 0) name += 12; // the original files of the hub lack it
             const ParamDesc *r = hf_find_row(sorted, table->n_rows, name);
-            text_escape(shown, sizeof shown, t->name, strlen(t->name));
+            hf_short(shown, t->name);
             if (!r) {
                 if (!hf_is_mask(name)) hf_problem(problems, "unexpected %s", shown);
                 continue;
@@ -525,8 +563,10 @@ static void hf_match(const HfSource *s, const ParamTable *table, HfPlace *place,
             int64_t shape[2];
             hf_row_shape(r, r->hf_transposed && !s->is_llmc, shape);
             if (t->ndim != r->ndim || t->shape[0] != shape[0] || (t->ndim == 2 && t->shape[1] != shape[1]))
-                hf_problem(problems, "%s is %s, must be %s", shown, safetensors_shape_text(have, sizeof have, t->ndim, t->shape), safetensors_shape_text(need, sizeof need, r->ndim, shape));
-            if (t->type >= SAFE_FIRST_WITHOUT_FP32) hf_problem(problems, "%s has type %s; weights are read from F32, BF16, F16 and F64", shown, safetensors_types[t->type].name);
+                hf_problem(problems, "%s is %s, must be %s", shown, safetensors_shape_text(have, sizeof have, t->ndim, t->shape),
+                    safetensors_shape_text(need, sizeof need, r->ndim, shape));
+            if (t->type >= SAFE_FIRST_WITHOUT_FP32)
+                hf_problem(problems, "%s has type %s; " SAFETENSORS_READABLE, shown, safetensors_types[t->type].name);
         }
     }
     for (int i = 0; i < table->n_rows; i++)
@@ -536,12 +576,14 @@ static void hf_match(const HfSource *s, const ParamTable *table, HfPlace *place,
 
 // Reads elements [first, first + n) of a tensor, all of which must be finite.
 static void hf_read(const HfSource *s, const HfPlace *p, int64_t first, int64_t n, float *dst) {
-    char why[300], shown[100], file[300];
-    if (!safetensors_read(&p->file->st, p->tensor, first, n, dst, why, sizeof why)) die(EXIT_IO, "%s/%s: %s", s->shown, text_escape(file, sizeof file, p->file->name, strlen(p->file->name)), why);
+    char why[300], shown[100];
+    if (!safetensors_read(&p->file->st, p->tensor, first, n, dst, why, sizeof why))
+        die(EXIT_IO, "%s%s%s: %s", s->shown, s->is_llmc ? "" : "/", hf_short(shown, p->file->name), why);
     for (int64_t i = 0; i < n; i++) {
         if (isfinite(dst[i])) continue;
         int64_t columns = p->tensor->ndim == 2 ? p->tensor->shape[1] : 1, at = first + i;
-        die(EXIT_DATA, "%s: tensor \"%s\" has %s at [%" PRId64 ", %" PRId64 "]; the model is damaged, take another copy of it", s->shown, text_escape(shown, sizeof shown, p->tensor->name, strlen(p->tensor->name)), isnan(dst[i]) ? "NaN" : "an infinity", at / columns, at % columns);
+        die(EXIT_DATA, "%s: tensor \"%s\" has %s at [%" PRId64 ", %" PRId64 "]; the model is damaged, take another copy of it", s->shown,
+            hf_short(shown, p->tensor->name), isnan(dst[i]) ? "NaN" : "an infinity", at / columns, at % columns);
     }
 }
 
@@ -568,7 +610,9 @@ static void hf_check_tied(const HfSource *s, const HfPlace *head, const HfPlace 
         hf_read(s, head, at, n, a);
         hf_read(s, wte, at, n, b);
         for (int64_t i = 0; i < n; i++)
-            if (a[i] != b[i]) die(EXIT_DATA, "%s: config.json ties the head to the embedding, but lm_head.weight and wte.weight differ, at element %" PRId64 " by %g; if they are meant to differ, set tie_word_embeddings to false there", s->shown, at + i, (double)(a[i] - b[i]));
+            if (a[i] != b[i])
+                die(EXIT_DATA, "%s: config.json ties the head to the embedding, but lm_head.weight and wte.weight differ, at element %" PRId64
+                    " by %g; if they are meant to differ, set tie_word_embeddings to false there", s->shown, at + i, (double)(a[i] - b[i]));
     }
 }
 
@@ -583,14 +627,16 @@ static void hf_buffers(const ParamTable *table, int64_t *tensor_numel, int64_t *
 
 // Hands every stored row of the table to put(ctx, row, values), values being (shape[0], shape[1]) in fp32. Dies with EXIT_DATA
 // listing every name and shape that does not fit, before the first call; later only for NaN, infinity or a failing disk.
-static void hf_import(const char *init_from, const ModelConfig *m, const ParamTable *table, void (*put)(void *ctx, int row, const float *values), void *ctx) {
+static void hf_import(const char *init_from, const ModelConfig *m, const ParamTable *table,
+                      void (*put)(void *ctx, int row, const float *values), void *ctx) {
     HfSource s;
     HfProblems problems = {0, 0, 0, ""};
     (void)m; // the table is the model
     hf_source_open(&s, init_from, &problems);
     HfPlace *place = (HfPlace *)host_alloc((size_t)table->n_rows * sizeof *place);
     hf_match(&s, table, place, &problems);
-    if (problems.n) die(EXIT_DATA, "model.init_from = %s: the weights are not those of this model: %s", s.shown, hf_problems_text(&problems));
+    if (problems.n)
+        die(EXIT_DATA, "model.init_from = %s: the weights are not those of this model: %s", s.shown, hf_problems_text(&problems));
     int64_t most, block_most;
     hf_buffers(table, &most, &block_most);
     float *values = (float *)host_alloc((size_t)most * sizeof(float));
@@ -657,7 +703,8 @@ static void hf_export_begin(HfExport *e, Io *io, const char *dir) {
     while (n > 1 && path[n - 1] == '/') path[--n] = 0;
     char *slash = strrchr(path, '/');
     const char *base = slash ? slash + 1 : path;
-    if (*base == 0 || strcmp(base, ".") == 0 || strcmp(base, "..") == 0 || strlen(base) >= sizeof e->base) die(EXIT_CONFIG, "export to \"%s\": name a folder that is to be made", e->shown);
+    if (*base == 0 || strcmp(base, ".") == 0 || strcmp(base, "..") == 0 || strlen(base) >= sizeof e->base)
+        die(EXIT_CONFIG, "export to \"%s\": name a folder that is to be made", e->shown);
     memcpy(e->base, base, strlen(base) + 1);
     if (slash) slash[slash == path ? 1 : 0] = 0; // "/x" is below "/"
     e->parent.fd = open(slash ? path : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -693,14 +740,16 @@ static void hf_export_publish(HfExport *e) {
 // Writes a small file of the new folder.
 static void hf_export_text(HfExport *e, const char *name, const char *text, int64_t bytes) {
     IoHandle file;
-    if (!io_create(e->io, &e->folder, name, &file) || !io_write(e->io, &file, text, bytes, 0) || !io_sync(e->io, &file) || !io_close(e->io, &file)) hf_export_io(e);
+    bool good = io_create(e->io, &e->folder, name, &file) && io_write(e->io, &file, text, bytes, 0);
+    if (!good || !io_sync(e->io, &file) || !io_close(e->io, &file)) hf_export_io(e);
 }
 
 // The table and the configuration must say the same: the configuration is what the reader of the export believes.
 static void hf_check_table(const ModelConfig *m, const ParamTable *table) {
     int64_t blocks = 0;
     bool own_head = false;
-    CHECK(m->n_layer > 0 && m->n_head > 0 && m->n_embd % m->n_head == 0, "n_layer %" PRId64 ", n_head %" PRId64 ", n_embd %" PRId64, m->n_layer, m->n_head, m->n_embd);
+    CHECK(m->n_layer > 0 && m->n_head > 0 && m->n_embd % m->n_head == 0, "n_layer %" PRId64 ", n_head %" PRId64 ", n_embd %" PRId64,
+        m->n_layer, m->n_head, m->n_embd);
     CHECK(m->layer_norm_epsilon > 0, "layer_norm_epsilon %g", m->layer_norm_epsilon);
     for (int i = 0; i < table->n_rows; i++) {
         const ParamDesc *r = &table->row[i];
@@ -711,7 +760,9 @@ static void hf_check_table(const ModelConfig *m, const ParamTable *table) {
         else if (strncmp(part, "attn.c_attn.", 12) == 0) want_rows = 3 * m->n_embd;
         else if (strncmp(part, "mlp.c_fc.", 9) == 0) want_rows = m->n_inner;
         else if (strcmp(part, "mlp.c_proj.weight") == 0) want_columns = m->n_inner;
-        CHECK(rows == want_rows && columns == want_columns, "%s is (%" PRId64 ", %" PRId64 "), the configuration says (%" PRId64 ", %" PRId64 ")", r->name, rows, columns, want_rows, want_columns);
+        CHECK(rows == want_rows && columns == want_columns,
+            "%s is (%" PRId64 ", %" PRId64 "), by the configuration (%" PRId64 ", %" PRId64 ")",
+              r->name, rows, columns, want_rows, want_columns);
         blocks += strcmp(part, "ln_1.weight") == 0;
         own_head |= strcmp(part, "lm_head.weight") == 0 && r->tied_to < 0;
     }
@@ -744,11 +795,7 @@ static void hf_export_config(HfExport *e, const ModelConfig *m, DType dtype, int
     if (m->n_inner != 4 * m->n_embd) snprintf(inner, sizeof inner, "%" PRId64, m->n_inner);
     if (bos >= 0) snprintf(bos_text, sizeof bos_text, "%" PRId64, bos);
     if (eos >= 0) snprintf(eos_text, sizeof eos_text, "%" PRId64, eos);
-    double back = 0;
-    for (int digits = 1; digits <= 17 && back != m->layer_norm_epsilon; digits++) { // the shortest text that is this number
-        snprintf(epsilon, sizeof epsilon, "%.*g", digits, m->layer_norm_epsilon);
-        if (!json_to_double(epsilon, &back)) back = 0;
-    }
+    config_format_double(epsilon, sizeof epsilon, m->layer_norm_epsilon);
     int n = snprintf(text, sizeof text,
                      "{\n  \"activation_function\": \"gelu_new\",\n  \"add_cross_attention\": false,\n  \"architectures\": [\"GPT2LMHeadModel\"],\n"
                      "  \"attn_pdrop\": 0.0,\n  \"bos_token_id\": %s,\n  \"dtype\": \"%s\",\n  \"embd_pdrop\": 0.0,\n  \"eos_token_id\": %s,\n"
@@ -760,7 +807,8 @@ static void hf_export_config(HfExport *e, const ModelConfig *m, DType dtype, int
                      m->tie_word_embeddings ? "true" : "false", type, m->vocab_size);
     CHECK(n > 0 && (size_t)n < sizeof text, "config.json of %d bytes", n);
     hf_export_text(e, HF_CONFIG, text, n);
-    n = snprintf(text, sizeof text, "{\n  \"_from_model_config\": true,\n  \"bos_token_id\": %s,\n  \"eos_token_id\": %s\n}\n", bos_text, eos_text);
+    n = snprintf(text, sizeof text, "{\n  \"_from_model_config\": true,\n  \"bos_token_id\": %s,\n  \"eos_token_id\": %s\n}\n", bos_text,
+        eos_text);
     hf_export_text(e, "generation_config.json", text, n);
 }
 
@@ -783,7 +831,10 @@ static void hf_export_tokenizer(HfExport *e, const char *init_from) {
         if (text && file_read_at(fd, text, bytes, 0)) {
             hf_export_text(e, name, text, bytes);
             copied++;
-        } else note("export to %s: %s is not copied: %s", e->shown, name, !text ? "it is too large" : errno ? strerror(errno) : "it became shorter while it was read");
+        } else {
+            const char *reason = !text ? "it is too large" : errno ? strerror(errno) : "it became shorter while it was read";
+            note("export to %s: %s is not copied: %s", e->shown, name, reason);
+        }
         free(text);
         close(fd);
     }
@@ -804,7 +855,8 @@ static void hf_export_row(HfExport *e, SafeWriter *w, const ParamDesc *r, DType 
                 float x = values[r->hf_transposed ? k * C + top + i : (top + i) * C + k];
                 dtype_store(block, dtype, i * width + k, x);
                 if (!isfinite(dtype_load(block, dtype, i * width + k)))
-                    hf_export_fail(e, EXIT_NUMERICS, "%s has %g at [%" PRId64 ", %" PRId64 "], which %s cannot hold%s", r->name, (double)x, top + i, k, dtype_name(dtype), isfinite(x) ? "; export as bf16 or fp32" : "");
+                    hf_export_fail(e, EXIT_NUMERICS, "%s has %g at [%" PRId64 ", %" PRId64 "], which %s cannot hold%s", r->name, (double)x,
+                        top + i, k, dtype_name(dtype), isfinite(x) ? "; export as bf16 or fp32" : "");
             }
         }
         if (!safetensors_append(w, block, n * width * dtype_bytes(dtype))) hf_export_io(e);
@@ -857,7 +909,8 @@ static void hf_export_index(HfExport *e, const ParamTable *table, const int *sha
 }
 
 // Writes one file of weights.
-static void hf_export_shard(HfExport *e, const ParamTable *table, const int *shard_of, int shard, int n_shards, DType dtype, void (*get)(void *, int, float *), void *ctx, float *values, void *block) {
+static void hf_export_shard(HfExport *e, const ParamTable *table, const int *shard_of, int shard, int n_shards, DType dtype,
+                            void (*get)(void *, int, float *), void *ctx, float *values, void *block) {
     char file[64];
     int n = 0;
     SafeTensor *tensor = (SafeTensor *)host_alloc((size_t)table->n_rows * sizeof *tensor);
@@ -886,7 +939,8 @@ static void hf_export_shard(HfExport *e, const ParamTable *table, const int *sha
 }
 
 // hf_export with the size above which files are split, and with the seam of durable.h.
-static void hf_export_with(Io *io, const char *dir, const ModelConfig *m, const ParamTable *table, DType dtype, int64_t shard_bytes, void (*get)(void *ctx, int row, float *values), void *ctx) {
+static void hf_export_with(Io *io, const char *dir, const ModelConfig *m, const ParamTable *table, DType dtype, int64_t shard_bytes,
+                           void (*get)(void *ctx, int row, float *values), void *ctx) {
     HfExport e;
     int64_t bos, eos, total_bytes, most, block_most;
     hf_check_table(m, table);
@@ -912,7 +966,8 @@ static void hf_export_with(Io *io, const char *dir, const ModelConfig *m, const 
 // of m->init_from. get(ctx, row, values) fills values with row's (shape[0], shape[1]) in fp32; it is called once for each
 // stored row, in the order of the table. Dies with EXIT_CONFIG, EXIT_CANTCREAT or EXIT_IO, with EXIT_NUMERICS for weights that
 // the type cannot hold.
-static void hf_export(const char *dir, const ModelConfig *m, const ParamTable *table, DType dtype, void (*get)(void *ctx, int row, float *values), void *ctx) {
+static void hf_export(const char *dir, const ModelConfig *m, const ParamTable *table, DType dtype,
+                      void (*get)(void *ctx, int row, float *values), void *ctx) {
     Io io;
     memset(&io, 0, sizeof io);
     hf_export_with(&io, dir, m, table, dtype, HF_SHARD_BYTES, get, ctx);

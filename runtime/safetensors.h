@@ -81,7 +81,9 @@ PRINTF_LIKE(3, 4) static inline bool safetensors_fail(char *why, size_t room, co
 static inline int file_open_at(int folder, const char *name, bool follow_link, int64_t *size_bytes, char *why, size_t room) {
     struct stat st;
     int fd = openat(folder, name, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY | (follow_link ? 0 : O_NOFOLLOW));
-    if (fd < 0) safetensors_fail(why, room, "%s", errno == ELOOP ? "is a symbolic link, which is not followed here; put the file itself there (cp -L copies what links point to)" : strerror(errno));
+    if (fd < 0)
+        safetensors_fail(why, room, "%s", errno == ELOOP ? "is a symbolic link, which is not followed here; put the file itself there "
+                                                           "(cp -L copies what links point to)" : strerror(errno));
     else if (fstat(fd, &st) != 0) safetensors_fail(why, room, "%s", strerror(errno));
     else if (!S_ISREG(st.st_mode)) safetensors_fail(why, room, "is not a regular file");
     else {
@@ -97,6 +99,11 @@ static inline int64_t safetensors_numel(const SafeTensor *t) {
     for (int i = 0; i < t->ndim; i++) n *= t->shape[i];
     return n;
 }
+
+#define SAFETENSORS_READABLE "weights are read from F32, BF16, F16 and F64"
+
+// A name, a key or a type for a message.
+static inline const char *safetensors_shown(char room[80], const char *text) { return text_escape(room, 80, text, strlen(text)); }
 
 // Prints a shape as [2, 3].
 static inline const char *safetensors_shape_text(char *dst, size_t room, int ndim, const int64_t *shape) {
@@ -139,7 +146,8 @@ static inline bool safetensors_count(JsonParser *p, int64_t *value) {
     const char *s = p->at;
     *value = 0;
     for (; p->at < p->end && json_is_digit(*p->at); p->at++)
-        if (__builtin_mul_overflow(*value, (int64_t)10, value) || __builtin_add_overflow(*value, (int64_t)(*p->at - '0'), value)) return json_fail(p, "a number of 2^63 or more");
+        if (__builtin_mul_overflow(*value, (int64_t)10, value) || __builtin_add_overflow(*value, (int64_t)(*p->at - '0'), value))
+            return json_fail(p, "a number of 2^63 or more");
     if (p->at == s || !json_ends_word(p, p->at)) return safetensors_expected(p, "a whole number of at least 0");
     return p->at - s == 1 || *s != '0' || json_fail(p, "a number with a leading zero");
 }
@@ -174,22 +182,26 @@ static inline bool safetensors_parse_metadata(JsonParser *p, SafeTensors *st) {
 }
 
 // Rule 3 for one tensor; offsets are relative to the data here.
-static inline bool safetensors_check_extent(JsonParser *p, const SafeTensor *t, const char *shown) {
+static inline bool safetensors_check_extent(JsonParser *p, const SafeTensor *t) {
     int64_t bytes = safetensors_types[t->type].bytes;
-    char shape[200];
+    char shown[80], shape[200];
     for (int i = 0; i < t->ndim; i++)
-        if (__builtin_mul_overflow(bytes, t->shape[i], &bytes)) return json_fail(p, "tensor \"%s\": a shape of 2^63 bytes or more", shown);
-    if (t->end < t->begin) return json_fail(p, "tensor \"%s\" ends at byte %" PRId64 " of the data, before it begins at %" PRId64, shown, t->end, t->begin);
+        if (__builtin_mul_overflow(bytes, t->shape[i], &bytes))
+            return json_fail(p, "tensor \"%s\": a shape of 2^63 bytes or more", safetensors_shown(shown, t->name));
+    if (t->end < t->begin)
+        return json_fail(p, "tensor \"%s\" ends at byte %" PRId64 " of the data, before it begins at %" PRId64, safetensors_shown(shown,
+            t->name), t->end, t->begin);
     return t->end - t->begin == bytes ||
-           json_fail(p, "tensor \"%s\", type %s, shape %s, needs %" PRId64 " bytes, but its data_offsets span %" PRId64, shown, safetensors_types[t->type].name,
-                     safetensors_shape_text(shape, sizeof shape, t->ndim, t->shape), bytes, t->end - t->begin);
+           json_fail(p, "tensor \"%s\", type %s, shape %s, needs %" PRId64 " bytes, but its data_offsets span %" PRId64,
+               safetensors_shown(shown, t->name),
+                     safetensors_types[t->type].name, safetensors_shape_text(shape, sizeof shape, t->ndim, t->shape), bytes,
+                         t->end - t->begin);
 }
 
 // Reads {"dtype": ..., "shape": ..., "data_offsets": ...} in any order.
 static inline bool safetensors_parse_tensor(JsonParser *p, SafeTensor *t) {
     static const char *const fields[] = {"dtype", "shape", "data_offsets"};
-    char shown[80], other[64];
-    text_escape(shown, sizeof shown, t->name, strlen(t->name));
+    char shown[80], other[80];
     bool have[3] = {false, false, false};
     if (!safetensors_take(p, '{')) return safetensors_expected(p, "'{' after the name of a tensor");
     do {
@@ -198,26 +210,30 @@ static inline bool safetensors_parse_tensor(JsonParser *p, SafeTensor *t) {
         int field = 0, n;
         if (!safetensors_text(p, &key)) return false;
         while (field < 3 && strcmp(key, fields[field]) != 0) field++;
-        if (field == 3) return json_fail(p, "tensor \"%s\" has the unknown key \"%s\"; known are dtype, shape and data_offsets", shown, text_escape(other, sizeof other, key, strlen(key)));
-        if (have[field]) return json_fail(p, "tensor \"%s\" has the key \"%s\" twice", shown, key);
+        if (field == 3)
+            return json_fail(p, "tensor \"%s\" has the unknown key \"%s\"; known are dtype, shape and data_offsets",
+                safetensors_shown(shown, t->name), safetensors_shown(other, key));
+        if (have[field]) return json_fail(p, "tensor \"%s\" has the key \"%s\" twice", safetensors_shown(shown, t->name), key);
         have[field] = true;
         if (!safetensors_take(p, ':')) return safetensors_expected(p, "':'");
         if (field == 0) {
             if (!safetensors_text(p, &type)) return false;
             while (t->type < SAFETENSORS_TYPES && strcmp(type, safetensors_types[t->type].name) != 0) t->type++;
-            if (t->type == SAFETENSORS_TYPES) return json_fail(p, "tensor \"%s\" has the type \"%s\", which is unknown here or not made of whole bytes", shown, text_escape(other, sizeof other, type, strlen(type)));
+            if (t->type == SAFETENSORS_TYPES)
+                return json_fail(p, "tensor \"%s\" has the type \"%s\", which is unknown here or not made of whole bytes",
+                    safetensors_shown(shown, t->name), safetensors_shown(other, type));
         } else if (field == 1) {
             if (!safetensors_counts(p, t->shape, SAFETENSORS_RANK_MAX, &t->ndim)) return false;
         } else {
             if (!safetensors_counts(p, offset, 2, &n)) return false;
-            if (n != 2) return json_fail(p, "tensor \"%s\": data_offsets must be two numbers", shown);
+            if (n != 2) return json_fail(p, "tensor \"%s\": data_offsets must be two numbers", safetensors_shown(shown, t->name));
             t->begin = offset[0];
             t->end = offset[1];
         }
     } while (safetensors_take(p, ','));
     if (!safetensors_take(p, '}')) return safetensors_expected(p, "',' or '}'");
-    for (int i = 0; i < 3; i++) if (!have[i]) return json_fail(p, "tensor \"%s\" has no %s", shown, fields[i]);
-    return safetensors_check_extent(p, t, shown);
+    for (int i = 0; i < 3; i++) if (!have[i]) return json_fail(p, "tensor \"%s\" has no %s", safetensors_shown(shown, t->name), fields[i]);
+    return safetensors_check_extent(p, t);
 }
 
 static inline bool safetensors_parse_entries(JsonParser *p, SafeTensors *st) {
@@ -256,12 +272,16 @@ static inline int safetensors_by_place(const void *a, const void *b) {
     if (x->end != y->end) return x->end < y->end ? -1 : 1; // empty ones first
     return strcmp(x->name, y->name);
 }
-static inline int safetensors_by_name(const void *a, const void *b) { return strcmp((*(SafeTensor *const *)a)->name, (*(SafeTensor *const *)b)->name); }
-static inline int safetensors_by_key(const void *a, const void *b) { return strcmp(((const SafeMetadata *)a)->key, ((const SafeMetadata *)b)->key); }
+static inline int safetensors_by_name(const void *a, const void *b) {
+    return strcmp((*(SafeTensor *const *)a)->name, (*(SafeTensor *const *)b)->name);
+}
+static inline int safetensors_by_key(const void *a, const void *b) {
+    return strcmp(((const SafeMetadata *)a)->key, ((const SafeMetadata *)b)->key);
+}
 
 // Rules 2 and 4, once all entries are read: sorts, and compares neighbours.
 static inline bool safetensors_check(SafeTensors *st, char *why, size_t room) {
-    char shown[128], other[128];
+    char shown[80];
     int64_t at = 0, data_bytes = st->file_bytes - st->data_begin;
     bool sorted = true;
     for (int i = 1; i < st->n_tensors; i++) sorted &= safetensors_by_place(&st->tensor[i - 1], &st->tensor[i]) < 0;
@@ -269,20 +289,27 @@ static inline bool safetensors_check(SafeTensors *st, char *why, size_t room) {
     for (int i = 0; i < st->n_tensors; i++) {
         SafeTensor *t = &st->tensor[i];
         st->by_name[i] = t;
-        text_escape(shown, sizeof shown, t->name, strlen(t->name));
-        if (t->end > data_bytes) return safetensors_fail(why, room, "tensor \"%s\" ends at byte %" PRId64 " of the data, but the file holds only %" PRId64 "; the file is cut or damaged", shown, t->end, data_bytes);
-        if (t->begin != at) return safetensors_fail(why, room, "tensor \"%s\" begins at byte %" PRId64 " of the data, %s byte %" PRId64 ", where the one before ends", shown, t->begin, t->begin < at ? "overlapping the tensor up to" : "leaving a hole after", at);
+        if (t->end > data_bytes)
+            return safetensors_fail(why, room, "tensor \"%s\" ends at byte %" PRId64 " of the data, but the file holds only %" PRId64
+                                    "; the file is cut or damaged", safetensors_shown(shown, t->name), t->end, data_bytes);
+        if (t->begin != at)
+            return safetensors_fail(why, room, "tensor \"%s\" begins at byte %" PRId64 " of the data, %s byte %" PRId64 ", where the one before ends",
+                                    safetensors_shown(shown, t->name), t->begin, t->begin < at ? "overlapping the tensor up to"
+                                        : "leaving a hole after", at);
         at = t->end;
         t->begin += st->data_begin; // cannot overflow: end <= data_bytes = file_bytes - data_begin
         t->end += st->data_begin;
     }
-    if (at != data_bytes) return safetensors_fail(why, room, "the tensors end at byte %" PRId64 " of the data, but the file holds %" PRId64, at, data_bytes);
+    if (at != data_bytes)
+        return safetensors_fail(why, room, "the tensors end at byte %" PRId64 " of the data, but the file holds %" PRId64, at, data_bytes);
     qsort(st->by_name, (size_t)st->n_tensors, sizeof *st->by_name, safetensors_by_name);
     for (int i = 1; i < st->n_tensors; i++)
-        if (strcmp(st->by_name[i - 1]->name, st->by_name[i]->name) == 0) return safetensors_fail(why, room, "tensor \"%s\" occurs twice", text_escape(shown, sizeof shown, st->by_name[i]->name, strlen(st->by_name[i]->name)));
+        if (strcmp(st->by_name[i - 1]->name, st->by_name[i]->name) == 0)
+            return safetensors_fail(why, room, "tensor \"%s\" occurs twice", safetensors_shown(shown, st->by_name[i]->name));
     if (st->n_metadata) qsort(st->metadata, (size_t)st->n_metadata, sizeof *st->metadata, safetensors_by_key);
     for (int i = 1; i < st->n_metadata; i++)
-        if (strcmp(st->metadata[i - 1].key, st->metadata[i].key) == 0) return safetensors_fail(why, room, "__metadata__ has the key \"%s\" twice", text_escape(other, sizeof other, st->metadata[i].key, strlen(st->metadata[i].key)));
+        if (strcmp(st->metadata[i - 1].key, st->metadata[i].key) == 0)
+            return safetensors_fail(why, room, "__metadata__ has the key \"%s\" twice", safetensors_shown(shown, st->metadata[i].key));
     return true;
 }
 
@@ -324,13 +351,18 @@ static inline bool safetensors_open_at(SafeTensors *st, int folder, const char *
     uint64_t n = 0;
     bool good = false;
     if (st->file_bytes < 8) safetensors_fail(why, room, "has %" PRId64 " bytes; a safetensors file has at least 10", st->file_bytes);
-    else if (!file_read_at(st->fd, &n, 8, 0)) safetensors_fail(why, room, "%s", errno ? strerror(errno) : "became shorter while it was read");
-    else if (n > (uint64_t)st->file_bytes - 8) safetensors_fail(why, room, "says that its header has %" PRIu64 " bytes, but only %" PRId64 " follow; the file is cut, or no safetensors file", n, st->file_bytes - 8);
-    else if (n > SAFETENSORS_HEADER_MAX) safetensors_fail(why, room, "has a header of %" PRIu64 " bytes, more than %d", n, SAFETENSORS_HEADER_MAX);
+    else if (!file_read_at(st->fd, &n, 8, 0))
+        safetensors_fail(why, room, "%s", errno ? strerror(errno) : "became shorter while it was read");
+    else if (n > (uint64_t)st->file_bytes - 8)
+        safetensors_fail(why, room, "says that its header has %" PRIu64 " bytes, but only %" PRId64 " follow; the file is cut, or no safetensors file",
+                         n, st->file_bytes - 8);
+    else if (n > SAFETENSORS_HEADER_MAX)
+        safetensors_fail(why, room, "has a header of %" PRIu64 " bytes, more than %d", n, SAFETENSORS_HEADER_MAX);
     else {
         st->data_begin = 8 + (int64_t)n;
         char *header = (char *)host_alloc((size_t)n);
-        if (!file_read_at(st->fd, header, (int64_t)n, 8)) safetensors_fail(why, room, "%s", errno ? strerror(errno) : "became shorter while it was read");
+        if (!file_read_at(st->fd, header, (int64_t)n, 8))
+            safetensors_fail(why, room, "%s", errno ? strerror(errno) : "became shorter while it was read");
         else good = safetensors_parse(st, header, (int64_t)n, why, room);
         free(header);
     }
@@ -357,12 +389,14 @@ static inline SafeTensor *safetensors_find(const SafeTensors *st, const char *na
 
 // Reads elements [first, first + count) of t as fp32. Types: F32, BF16, F16 exactly, F64 rounded. False with a reason when
 // the type is another one or the file does not give the bytes.
-static inline bool safetensors_read(const SafeTensors *st, const SafeTensor *t, int64_t first, int64_t count, float *dst, char *why, size_t room) {
-    char shown[128];
-    text_escape(shown, sizeof shown, t->name, strlen(t->name));
-    if (t->type >= SAFE_FIRST_WITHOUT_FP32) return safetensors_fail(why, room, "tensor \"%s\" has type %s; weights are read from F32, BF16, F16 and F64", shown, safetensors_types[t->type].name);
-    int64_t width = safetensors_types[t->type].bytes;
-    CHECK(first >= 0 && count >= 0 && count <= (t->end - t->begin) / width - first, "elements %" PRId64 " + %" PRId64 " of \"%s\"", first, count, shown);
+static inline bool safetensors_read(const SafeTensors *st, const SafeTensor *t, int64_t first, int64_t count, float *dst,
+                                    char *why, size_t room) {
+    char shown[80];
+    safetensors_shown(shown, t->name);
+    if (t->type >= SAFE_FIRST_WITHOUT_FP32)
+        return safetensors_fail(why, room, "tensor \"%s\" has type %s; " SAFETENSORS_READABLE, shown, safetensors_types[t->type].name);
+    const int64_t width = safetensors_types[t->type].bytes, numel = (t->end - t->begin) / width;
+    CHECK(first >= 0 && count >= 0 && count <= numel - first, "elements %" PRId64 " + %" PRId64 " of \"%s\"", first, count, shown);
     bool ok = true;
     errno = 0;
     if (t->type == SAFE_F64) {
@@ -386,7 +420,8 @@ static inline bool safetensors_read(const SafeTensors *st, const SafeTensor *t, 
             }
         }
     }
-    return ok || safetensors_fail(why, room, "tensor \"%s\": %s", shown, errno ? strerror(errno) : "the file became shorter while it was read");
+    const char *reason = errno ? strerror(errno) : "the file became shorter while it was read";
+    return ok || safetensors_fail(why, room, "tensor \"%s\": %s", shown, reason);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -475,7 +510,8 @@ static inline bool safetensors_abandon(SafeWriter *w) {
 
 // Starts a new file `name` (a plain name) in the folder. The names of tensors must differ from each other; name, type, ndim
 // and shape are given, begin and end are filled. Finds a full disk before the first byte of data.
-static inline bool safetensors_create(SafeWriter *w, Io *io, const IoHandle *folder, const char *name, SafeTensor *tensor, int n, const SafeMetadata *metadata, int n_metadata) {
+static inline bool safetensors_create(SafeWriter *w, Io *io, const IoHandle *folder, const char *name, SafeTensor *tensor, int n,
+                                      const SafeMetadata *metadata, int n_metadata) {
     w->io = io;
     w->folder = folder;
     w->written = 0;

@@ -68,7 +68,8 @@ static void check_writer(const SafeTensors *st) {
         PROMISE(b && a->type == b->type && a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof a->shape) == 0);
         PROMISE(a->begin - st->data_begin == b->begin - again.data_begin);
     }
-    for (int i = 0; i < st->n_metadata; i++) PROMISE(strcmp(st->metadata[i].key, again.metadata[i].key) == 0 && strcmp(st->metadata[i].value, again.metadata[i].value) == 0);
+    for (int i = 0; i < st->n_metadata; i++)
+        PROMISE(strcmp(st->metadata[i].key, again.metadata[i].key) == 0 && strcmp(st->metadata[i].value, again.metadata[i].value) == 0);
     safetensors_close(&again);
     free(header);
     free(copy);
@@ -92,7 +93,8 @@ static void check_match(const SafeTensors *st) {
     HfPlace *place = (HfPlace *)host_alloc((size_t)table.n_rows * sizeof *place);
     hf_match(&source, &table, place, &problems);
     if (problems.n) check_message(hf_problems_text(&problems));
-    else for (int i = 0; i < table.n_rows; i++) PROMISE(!place[i].tensor || safetensors_numel(place[i].tensor) == param_numel(&table.row[i]));
+    else for (int i = 0; i < table.n_rows; i++) PROMISE(!place[i].tensor ||
+        safetensors_numel(place[i].tensor) == param_numel(&table.row[i]));
     free(place);
     table_free(&table);
 }
@@ -137,13 +139,15 @@ static void maker_put(Maker *m, const char *text) {
     m->at += n;
 }
 static void maker_number(Maker *m, uint64_t value) {
-    static const char *const odd[] = {"-1", "00", "1.0", "1e3", "9223372036854775807", "9223372036854775808", "18446744073709551616", "null", "\"1\"", "4294967296", ""};
+    static const char *const odd[] = {"-1", "00", "1.0", "1e3", "9223372036854775807", "9223372036854775808", "18446744073709551616",
+        "null", "\"1\"", "4294967296", ""};
     char text[32];
     snprintf(text, sizeof text, "%" PRIu64, value);
     maker_put(m, maker_rarely(m) && maker_rarely(m) ? odd[maker_below(m, sizeof odd / sizeof *odd)] : text);
 }
 static void maker_name(Maker *m, uint64_t number) {
-    static const char *const names[] = {"wte.weight", "transformer.wpe.weight", "h.0.ln_1.weight", "h.0.attn.c_attn.weight", "h.0.attn.bias", "lm_head.weight", "a", "\\u0061", "", "\\u0000", "\\ud83d\\ude00", "../x", "\\u001b[m", "\xc3\xa9", "\xff"};
+    static const char *const names[] = {"wte.weight", "transformer.wpe.weight", "h.0.ln_1.weight", "h.0.attn.c_attn.weight",
+        "h.0.attn.bias", "lm_head.weight", "a", "\\u0061", "", "\\u0000", "\\ud83d\\ude00", "../x", "\\u001b[m", "\xc3\xa9", "\xff"};
     char text[32];
     snprintf(text, sizeof text, "t%" PRIu64, number);
     maker_put(m, maker_below(m, 4) ? text : names[maker_below(m, sizeof names / sizeof *names)]);
@@ -154,10 +158,12 @@ static size_t make_file(uint8_t *data, size_t max_size, uint64_t seed) {
     Maker m = {data, data + 8, data + max_size, seed, 0};
     uint64_t at = 0, n = maker_below(&m, 7);
     maker_put(&m, "{");
-    if (maker_below(&m, 3) == 0) maker_put(&m, maker_rarely(&m) ? "\"__metadata__\":{\"a\":{\"b\":1}}" : "\"__metadata__\":{\"format\":\"pt\"}");
+    if (maker_below(&m, 3) == 0)
+        maker_put(&m, maker_rarely(&m) ? "\"__metadata__\":{\"a\":{\"b\":1}}" : "\"__metadata__\":{\"format\":\"pt\"}");
     else if (n == 0) maker_put(&m, maker_rarely(&m) ? "," : "");
     for (uint64_t i = 0; i < n; i++) {
-        uint64_t type = maker_below(&m, SAFETENSORS_TYPES), dims = maker_rarely(&m) ? maker_below(&m, 12) : maker_below(&m, 4), bytes = (uint64_t)safetensors_types[type].bytes, shape[12];
+        uint64_t type = maker_below(&m, SAFETENSORS_TYPES), dims = maker_rarely(&m) ? maker_below(&m, 12) : maker_below(&m, 4),
+            bytes = (uint64_t)safetensors_types[type].bytes, shape[12];
         for (uint64_t d = 0; d < dims; d++) bytes *= shape[d] = maker_below(&m, 4);
         if (m.at[-1] != '{') maker_put(&m, ",");
         maker_put(&m, "\"");

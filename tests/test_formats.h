@@ -110,7 +110,8 @@ static void test_header_lengths(Test *t) {
     const char *json = "{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]}}";
     uint64_t json_bytes = strlen(json), size = 8 + json_bytes + 4;
     const struct { uint64_t n; const char *part; } rows[] = {
-        {0, "found the end"}, {1, "found the end"}, {json_bytes - 1, "found the end"}, {json_bytes + 1, "nothing but blanks"}, {size - 8, "nothing but blanks"}, {size - 7, "only 57 follow"},
+        {0, "found the end"}, {1, "found the end"}, {json_bytes - 1, "found the end"}, {json_bytes + 1, "nothing but blanks"},
+        {size - 8, "nothing but blanks"}, {size - 7, "only 57 follow"},
         {100000001, "only 57 follow"}, {1ull << 63, "only 57 follow"}, {~0ull, "only 57 follow"}, {~0ull - 7, "only 57 follow"},
     };
     formats_path(path, &f, "x");
@@ -144,48 +145,71 @@ static void test_header_lengths(Test *t) {
 static void test_header_faults(Test *t) {
     static const struct { const char *json; int64_t data_bytes; const char *part; } rows[] = {
         // ranges
-        {"{\"a\":" U8_4 ",\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[2,6]}}", 6, "\"b\" begins at byte 2 of the data, overlapping the tensor up to byte 4"},
-        {"{\"a\":" U8_4 ",\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[5,9]}}", 9, "\"b\" begins at byte 5 of the data, leaving a hole after byte 4"},
+        {"{\"a\":" U8_4 ",\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[2,6]}}", 6,
+            "\"b\" begins at byte 2 of the data, overlapping the tensor up to byte 4"},
+        {"{\"a\":" U8_4 ",\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[5,9]}}", 9,
+            "\"b\" begins at byte 5 of the data, leaving a hole after byte 4"},
         {"{\"a\":" U8_4 ",\"b\":" U8_4 "}", 4, "\"b\" begins at byte 0 of the data, overlapping"},
-        {"{\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[1,5]}}", 5, "\"b\" begins at byte 1 of the data, leaving a hole after byte 0"},
+        {"{\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[1,5]}}", 5,
+            "\"b\" begins at byte 1 of the data, leaving a hole after byte 0"},
         {ONE("U8", "[4]", "[4,0]"), 4, "\"a\" ends at byte 0 of the data, before it begins at 4"},
         {ONE("U8", "[4]", "[0,4]"), 3, "\"a\" ends at byte 4 of the data, but the file holds only 3"},
         {ONE("U8", "[4]", "[0,4]"), 5, "the tensors end at byte 4 of the data, but the file holds 5"},
         {"{}", 1, "the tensors end at byte 0 of the data, but the file holds 1"},
         {ONE("U8", "[4]", "[9223372036854775803,9223372036854775807]"), 4, "ends at byte 9223372036854775807"},
         {ONE("U8", "[4]", "[9223372036854775804,9223372036854775808]"), 4, "2^63 or more"},
-        {ONE("U8", "[4]", "[0]"), 4, "must be two numbers"}, {ONE("U8", "[4]", "[0,2,4]"), 4, "more than 2 numbers"}, {ONE("U8", "[4]", "[]"), 4, "must be two numbers"},
-        {ONE("U8", "[4]", "[-0,4]"), 4, "whole number"}, {ONE("U8", "[4]", "[0.0,4]"), 4, "whole number"}, {ONE("U8", "[4]", "[0,4e0]"), 4, "whole number"},
-        {ONE("U8", "[4]", "[00,4]"), 4, "leading zero"}, {ONE("U8", "[4]", "[0,\"4\"]"), 4, "whole number"}, {ONE("U8", "[4]", "[0,4,]"), 4, "more than 2 numbers"},
+        {ONE("U8", "[4]", "[0]"), 4, "must be two numbers"}, {ONE("U8", "[4]", "[0,2,4]"), 4, "more than 2 numbers"},
+        {ONE("U8", "[4]", "[]"), 4, "must be two numbers"},
+        {ONE("U8", "[4]", "[-0,4]"), 4, "whole number"}, {ONE("U8", "[4]", "[0.0,4]"), 4, "whole number"},
+        {ONE("U8", "[4]", "[0,4e0]"), 4, "whole number"},
+        {ONE("U8", "[4]", "[00,4]"), 4, "leading zero"}, {ONE("U8", "[4]", "[0,\"4\"]"), 4, "whole number"},
+        {ONE("U8", "[4]", "[0,4,]"), 4, "more than 2 numbers"},
         {ONE("U8", "[4]", "{}"), 4, "expected '['"}, {ONE("U8", "[4]", "null"), 4, "expected '['"},
         // shapes and types
         {ONE("F32", "[4]", "[0,4]"), 4, "\"a\", type F32, shape [4], needs 16 bytes, but its data_offsets span 4"},
-        {ONE("U8", "[2,3]", "[0,4]"), 4, "shape [2, 3], needs 6 bytes"}, {ONE("U8", "[]", "[0,4]"), 4, "shape [], needs 1 bytes"}, {ONE("U8", "[0]", "[0,4]"), 4, "shape [0], needs 0 bytes"},
-        {ONE("U8", "[1,1,1,1,1,1,1,1,4]", "[0,4]"), 4, "more than 8 numbers"}, {ONE("U8", "[-4]", "[0,4]"), 4, "whole number"}, {ONE("U8", "[4.0]", "[0,4]"), 4, "whole number"},
-        {ONE("U8", "4", "[0,4]"), 4, "expected '['"}, {ONE("U8", "[[4]]", "[0,4]"), 4, "whole number"}, {ONE("U8", "[4,]", "[0,4]"), 4, "whole number"},
-        {ONE("U8", "[4294967296,4294967296,4294967297]", "[0,4]"), 4, "2^63 bytes or more"}, {ONE("F64", "[2305843009213693952]", "[0,4]"), 4, "2^63 bytes or more"},
+        {ONE("U8", "[2,3]", "[0,4]"), 4, "shape [2, 3], needs 6 bytes"}, {ONE("U8", "[]", "[0,4]"), 4, "shape [], needs 1 bytes"},
+        {ONE("U8", "[0]", "[0,4]"), 4, "shape [0], needs 0 bytes"},
+        {ONE("U8", "[1,1,1,1,1,1,1,1,4]", "[0,4]"), 4, "more than 8 numbers"}, {ONE("U8", "[-4]", "[0,4]"), 4, "whole number"},
+        {ONE("U8", "[4.0]", "[0,4]"), 4, "whole number"},
+        {ONE("U8", "4", "[0,4]"), 4, "expected '['"}, {ONE("U8", "[[4]]", "[0,4]"), 4, "whole number"},
+        {ONE("U8", "[4,]", "[0,4]"), 4, "whole number"},
+        {ONE("U8", "[4294967296,4294967296,4294967297]", "[0,4]"), 4, "2^63 bytes or more"},
+        {ONE("F64", "[2305843009213693952]", "[0,4]"), 4, "2^63 bytes or more"},
         {ONE("U8", "[9223372036854775807,2,0]", "[0,0]"), 0, "2^63 bytes or more"}, // as the reference: overflow counts before the zero
-        {ONE("F4", "[8]", "[0,4]"), 4, "type \"F4\", which is unknown here or not made of whole bytes"}, {ONE("F6_E2M3", "[4]", "[0,3]"), 3, "F6_E2M3"},
-        {ONE("f32", "[1]", "[0,4]"), 4, "type \"f32\""}, {ONE("", "[1]", "[0,4]"), 4, "type \"\""}, {ONE("F32\\u0000", "[1]", "[0,4]"), 4, "zero byte"}, {ONE("\\u001b[2J", "[1]", "[0,4]"), 4, "\\x1b[2J"},
+        {ONE("F4", "[8]", "[0,4]"), 4, "type \"F4\", which is unknown here or not made of whole bytes"},
+        {ONE("F6_E2M3", "[4]", "[0,3]"), 3, "F6_E2M3"},
+        {ONE("f32", "[1]", "[0,4]"), 4, "type \"f32\""}, {ONE("", "[1]", "[0,4]"), 4, "type \"\""},
+        {ONE("F32\\u0000", "[1]", "[0,4]"), 4, "zero byte"}, {ONE("\\u001b[2J", "[1]", "[0,4]"), 4, "\\x1b[2J"},
         {"{\"a\":{\"dtype\":3,\"shape\":[4],\"data_offsets\":[0,4]}}", 4, "expected '\"'"},
         // keys
-        {"{\"a\":{\"shape\":[4],\"data_offsets\":[0,4]}}", 4, "\"a\" has no dtype"}, {"{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,4]}}", 4, "\"a\" has no shape"},
-        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[4]}}", 4, "\"a\" has no data_offsets"}, {"{\"a\":{}}", 0, "expected '\"'"}, {"{\"a\":null}", 0, "expected '{'"}, {"{\"a\":[]}", 0, "expected '{'"},
+        {"{\"a\":{\"shape\":[4],\"data_offsets\":[0,4]}}", 4, "\"a\" has no dtype"},
+        {"{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,4]}}", 4, "\"a\" has no shape"},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[4]}}", 4, "\"a\" has no data_offsets"}, {"{\"a\":{}}", 0, "expected '\"'"},
+        {"{\"a\":null}", 0, "expected '{'"}, {"{\"a\":[]}", 0, "expected '{'"},
         {"{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4],\"dtype\":\"U8\"}}", 4, "\"a\" has the key \"dtype\" twice"},
         {"{\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4],\"x\":1}}", 4, "unknown key \"x\""},
         {"{\"a\":" U8_4 ",\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[4,5]}}", 5, "\"a\" occurs twice"},
         {"{\"a\":" U8_4 ",\"\\u0061\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[4,5]}}", 5, "\"a\" occurs twice"},
-        {"{\"__metadata__\":{},\"__metadata__\":{}}", 0, "\"__metadata__\" occurs twice"}, {"{\"__metadata__\":{},\"\\u005f_metadata__\":{}}", 0, "\"__metadata__\" occurs twice"},
-        {"{\"__metadata__\":{\"k\":\"1\",\"\\u006b\":\"2\"}}", 0, "key \"k\" twice"}, {"{\"__metadata__\":{\"k\":1}}", 0, "expected '\"'"}, {"{\"__metadata__\":{\"k\":{}}}", 0, "expected '\"'"},
-        {"{\"__metadata__\":{\"k\":[[[[[[[[[[]]]]]]]]]]}}", 0, "expected '\"'"}, {"{\"__metadata__\":[]}", 0, "expected '{'"}, {"{\"__metadata__\":null}", 0, "expected '{'"},
+        {"{\"__metadata__\":{},\"__metadata__\":{}}", 0, "\"__metadata__\" occurs twice"},
+        {"{\"__metadata__\":{},\"\\u005f_metadata__\":{}}", 0, "\"__metadata__\" occurs twice"},
+        {"{\"__metadata__\":{\"k\":\"1\",\"\\u006b\":\"2\"}}", 0, "key \"k\" twice"}, {"{\"__metadata__\":{\"k\":1}}", 0, "expected '\"'"},
+        {"{\"__metadata__\":{\"k\":{}}}", 0, "expected '\"'"},
+        {"{\"__metadata__\":{\"k\":[[[[[[[[[[]]]]]]]]]]}}", 0, "expected '\"'"}, {"{\"__metadata__\":[]}", 0, "expected '{'"},
+        {"{\"__metadata__\":null}", 0, "expected '{'"},
         // names
-        {"{\"\":" U8_4 "}", 4, "empty name"}, {"{\"a\\u0000b\":" U8_4 "}", 4, "zero byte"}, {"{\"a\nb\":" U8_4 "}", 4, "not closed"}, {"{\"a\x01\":" U8_4 "}", 4, "control character"},
-        {"{\"\\u001b[31mred\":{\"dtype\":\"U9\",\"shape\":[],\"data_offsets\":[0,0]}}", 4, "\\x1b[31mred"}, {"{\"\\ud800\":" U8_4 "}", 4, "surrogate"}, {"{\"\\udc00\":" U8_4 "}", 4, "surrogate"},
-        {"{\"\xff\":" U8_4 "}", 4, "not valid UTF-8"}, {"{\"\xc0\x80\":" U8_4 "}", 4, "not valid UTF-8"}, {"{\"\xed\xa0\x80\":" U8_4 "}", 4, "not valid UTF-8"}, {"{\"\xf4\x90\x80\x80\":" U8_4 "}", 4, "not valid UTF-8"},
-        {"{\"\\x41\":" U8_4 "}", 4, "backslash"}, {"{\"\\u12\":" U8_4 "}", 4, "four hexadecimal digits"}, {"{'a':" U8_4 "}", 4, "expected '\"'"}, {"{a:" U8_4 "}", 4, "expected '\"'"},
+        {"{\"\":" U8_4 "}", 4, "empty name"}, {"{\"a\\u0000b\":" U8_4 "}", 4, "zero byte"}, {"{\"a\nb\":" U8_4 "}", 4, "not closed"},
+        {"{\"a\x01\":" U8_4 "}", 4, "control character"},
+        {"{\"\\u001b[31mred\":{\"dtype\":\"U9\",\"shape\":[],\"data_offsets\":[0,0]}}", 4, "\\x1b[31mred"},
+        {"{\"\\ud800\":" U8_4 "}", 4, "surrogate"}, {"{\"\\udc00\":" U8_4 "}", 4, "surrogate"},
+        {"{\"\xff\":" U8_4 "}", 4, "not valid UTF-8"}, {"{\"\xc0\x80\":" U8_4 "}", 4, "not valid UTF-8"},
+        {"{\"\xed\xa0\x80\":" U8_4 "}", 4, "not valid UTF-8"}, {"{\"\xf4\x90\x80\x80\":" U8_4 "}", 4, "not valid UTF-8"},
+        {"{\"\\x41\":" U8_4 "}", 4, "backslash"}, {"{\"\\u12\":" U8_4 "}", 4, "four hexadecimal digits"},
+        {"{'a':" U8_4 "}", 4, "expected '\"'"}, {"{a:" U8_4 "}", 4, "expected '\"'"},
         // structure
-        {"", 0, "expected '{'"}, {"[]", 0, "expected '{'"}, {" {}", 0, "expected '{'"}, {"\xef\xbb\xbf{}", 0, "expected '{'"}, {"{", 0, "found the end"}, {"{\"a\"", 0, "expected ':'"}, {"{\"a", 0, "not closed"},
-        {"{\"a\":" U8_4 ",}", 4, "expected '\"'"}, {"{\"a\":" U8_4 "}x", 4, "nothing but blanks"}, {"{\"a\":" U8_4 "}{}", 4, "nothing but blanks"}, {"{\"a\":" U8_4 " /**/}", 4, "expected ',' or '}'"},
+        {"", 0, "expected '{'"}, {"[]", 0, "expected '{'"}, {" {}", 0, "expected '{'"}, {"\xef\xbb\xbf{}", 0, "expected '{'"},
+        {"{", 0, "found the end"}, {"{\"a\"", 0, "expected ':'"}, {"{\"a", 0, "not closed"},
+        {"{\"a\":" U8_4 ",}", 4, "expected '\"'"}, {"{\"a\":" U8_4 "}x", 4, "nothing but blanks"},
+        {"{\"a\":" U8_4 "}{}", 4, "nothing but blanks"}, {"{\"a\":" U8_4 " /**/}", 4, "expected ',' or '}'"},
         {"{\"a\" " U8_4 "}", 4, "expected ':'"}, {"{\"a\":{\"dtype\" \"U8\"}}", 4, "expected ':'"}, {"{,}", 0, "expected '\"'"},
     };
     FormatsFolder f = formats_folder();
@@ -230,7 +254,8 @@ static void test_header_legal(Test *t) {
         {"{}", 0, 0, NULL, 0, 0, 0}, {"{ }  \n\t\r ", 0, 0, NULL, 0, 0, 0}, {"{\"__metadata__\":{}}", 0, 0, NULL, 0, 0, 0},
         {"{\"s\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}}", 4, 1, "s", SAFE_F32, 0, 0},
         {"{\"e\":{\"dtype\":\"BF16\",\"shape\":[3,0],\"data_offsets\":[0,0]}}", 0, 1, "e", SAFE_BF16, 2, 0},
-        {"{\"z\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[4,6]},\"a\":" U8_4 "}", 6, 2, "z", 5, 1, 4}, // order of names means nothing
+        {"{\"z\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[4,6]},\"a\":" U8_4 "}", 6, 2, "z", 5, 1, 4},
+        // order of names means nothing
         {"{\"a\":" U8_4 ",\"e2\":{\"dtype\":\"I64\",\"shape\":[0],\"data_offsets\":[4,4]},\"e1\":{\"dtype\":\"I64\",\"shape\":[0],\"data_offsets\":[0,0]}}", 4, 3, "e1", 17, 1, 0},
         {"{\"\\u00e9\\ud83d\\ude00\\\"\\\\\\/\\b\\f\\n\\r\\t\":" U8_4 "}", 4, 1, "\xc3\xa9\xf0\x9f\x98\x80\"\\/\b\f\n\r\t", 5, 1, 0},
         {"{\"../x/\xc3\xa9\":{\"data_offsets\":[0,4],\"shape\":[1,1,1,1,1,1,1,4],\"dtype\":\"U8\"}}", 4, 1, "../x/\xc3\xa9", 5, 8, 0},
@@ -246,7 +271,8 @@ static void test_header_legal(Test *t) {
         expect_true(t, ok, "%s was refused: %s", rows[i].json, why);
         if (!ok) continue;
         expect_equal_i64(t, "tensors", st.n_tensors, rows[i].n);
-        for (int k = 1; k < st.n_tensors; k++) expect_true(t, st.tensor[k - 1].end == st.tensor[k].begin, "tensors are not sorted by place");
+        for (int k = 1; k < st.n_tensors; k++)
+            expect_true(t, st.tensor[k - 1].end == st.tensor[k].begin, "tensors are not sorted by place");
         const SafeTensor *found = rows[i].name ? safetensors_find(&st, rows[i].name) : NULL;
         if (rows[i].name) {
             expect_true(t, found, "%s: no tensor \"%s\"", rows[i].json, rows[i].name);
@@ -264,7 +290,9 @@ static void test_header_legal(Test *t) {
     int o = snprintf(json, sizeof json, "{\"__metadata__\":{\"z\":\"\",\"format\":\"pt\"}");
     int64_t at = 0;
     for (int i = 0; i < SAFETENSORS_TYPES; i++, at += 3 * safetensors_types[i - 1].bytes)
-        o += snprintf(json + o, sizeof json - (size_t)o, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", safetensors_types[i].name, safetensors_types[i].name, at, at + 3 * safetensors_types[i].bytes);
+        o += snprintf(json + o, sizeof json - (size_t)o,
+            ",\"%s\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", safetensors_types[i].name,
+            safetensors_types[i].name, at, at + 3 * safetensors_types[i].bytes);
     snprintf(json + o, sizeof json - (size_t)o, "}");
     formats_write_json(path, json, at);
     SafeTensors st;
@@ -298,7 +326,8 @@ static void open_large_header(void *path) {
     getrusage(RUSAGE_SELF, &after);
     double seconds = (double)(after.ru_utime.tv_sec - before.ru_utime.tv_sec) + 1e-6 * (double)(after.ru_utime.tv_usec - before.ru_utime.tv_usec);
     if (stat((const char *)path, &info) == 0) header_kb = info.st_size / 1024;
-    fprintf(stderr, "%d tensors, %.2f s, %.2f times the header%s\n", ok ? st.n_tensors : -1, seconds, (double)(after.ru_maxrss - before.ru_maxrss) / (double)header_kb, why);
+    fprintf(stderr, "%d tensors, %.2f s, %.2f times the header%s\n", ok ? st.n_tensors : -1, seconds,
+        (double)(after.ru_maxrss - before.ru_maxrss) / (double)header_kb, why);
 }
 
 static void test_large_header(Test *t) {
@@ -313,7 +342,8 @@ static void test_large_header(Test *t) {
         json[o++] = '{';
         for (int i = 0; i < n; i++) { // shuffled numbers: neither names nor places are sorted
             int64_t k = (int64_t)i * 7919 % n;
-            o += (size_t)snprintf(json + o, room - o, "%s\"model.layers.%07d.self_attn.weight\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}", i ? "," : "", (int)k);
+            o += (size_t)snprintf(json + o, room - o,
+                "%s\"model.layers.%07d.self_attn.weight\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]}", i ? "," : "", (int)k);
         }
         json[o++] = '}';
         if (!extra) while (o < SAFETENSORS_HEADER_MAX && o < room) json[o++] = ' ';
@@ -348,7 +378,8 @@ static double round_to(double x, int bits, int min_exponent) {
 
 // Values that meet every case of rounding: both signs, ties, subnormals, near the largest.
 static float awkward_value(int64_t i) {
-    static const float special[] = {0.0f, -0.0f, 1.0f, -1.5f, 1.00390625f, 1.01171875f, -1.00390625f, 1.00048828125f, 1.00146484375f, 65504.0f, 65519.0f, -65519.9f, 5.9604645e-8f, 2.9802322e-8f, 8.9406967e-8f, 6.097555e-5f, -6.1035156e-5f, 1e-9f};
+    static const float special[] = {0.0f, -0.0f, 1.0f, -1.5f, 1.00390625f, 1.01171875f, -1.00390625f, 1.00048828125f, 1.00146484375f,
+        65504.0f, 65519.0f, -65519.9f, 5.9604645e-8f, 2.9802322e-8f, 8.9406967e-8f, 6.097555e-5f, -6.1035156e-5f, 1e-9f};
     if (i < (int64_t)(sizeof special / sizeof *special)) return special[i];
     return (float)(rng_normal(11, 5, (uint64_t)i) * ldexp(1.0, (int)(rng_bits(11, 6, (uint64_t)i) % 26) - 20));
 }
@@ -371,7 +402,8 @@ static void test_data_types(Test *t) {
         h[i] = float_to_fp16(x[i]);
     }
     int fd = open(path, O_WRONLY | O_APPEND | O_CLOEXEC);
-    CHECK(fd >= 0 && file_write_all(fd, d, N * 8) && file_write_all(fd, x, N * 4) && file_write_all(fd, b, N * 2) && file_write_all(fd, h, N * 2), "%s", strerror(errno));
+    bool written = fd >= 0 && file_write_all(fd, d, N * 8) && file_write_all(fd, x, N * 4) && file_write_all(fd, b, N * 2);
+    CHECK(written && file_write_all(fd, h, N * 2), "%s", strerror(errno));
     close(fd);
     SafeTensors st;
     bool ok = safetensors_open(&st, path, why, sizeof why);
@@ -385,8 +417,10 @@ static void test_data_types(Test *t) {
             expect_true(t, safetensors_read(&st, s, first, n, got, why, sizeof why), "%s: %s", names[k], why);
             for (int64_t i = 0; i < n; i++) {
                 double v = x[first + i];
-                float want = k == 0 ? (float)d[first + i] : k == 1 ? x[first + i] : k == 2 ? (float)round_to(v, 8, -126) : (float)round_to(v, 11, -14);
-                expect_true(t, got[i] == want && signbit(got[i]) == signbit(want), "%s[%" PRId64 "] is %g, expected %g", names[k], first + i, (double)got[i], (double)want);
+                double exact = k == 0 ? d[first + i] : k == 1 ? v : k == 2 ? round_to(v, 8, -126) : round_to(v, 11, -14);
+                float want = (float)exact;
+                expect_true(t, got[i] == want && signbit(got[i]) == signbit(want), "%s[%" PRId64 "] is %g, expected %g", names[k],
+                    first + i, (double)got[i], (double)want);
             }
         }
     }
@@ -411,7 +445,8 @@ static void test_writer(Test *t) {
     SafeTensor tensor[5];
     memset(tensor, 0, sizeof tensor);
     static const struct { int type, ndim; int64_t shape[3]; } form[] = {
-        {SAFE_F32, 2, {3, 5, 0}}, {SAFE_BF16, 1, {7, 0, 0}}, {SAFETENSORS_TYPES - 1, 3, {2, 2, 2}}, {SAFE_F16, 2, {0, 9, 0}}, {SAFE_F64, 0, {0, 0, 0}}};
+        {SAFE_F32, 2, {3, 5, 0}}, {SAFE_BF16, 1, {7, 0, 0}}, {SAFETENSORS_TYPES - 1, 3, {2, 2, 2}}, {SAFE_F16, 2, {0, 9, 0}},
+        {SAFE_F64, 0, {0, 0, 0}}};
     for (int i = 0; i < 5; i++) {
         tensor[i].name = names[i];
         tensor[i].type = form[i].type;
@@ -557,7 +592,8 @@ static void formats_write_hf(const FormatsModel *f, const char *path, int first,
         char shape[64];
         if (r->ndim == 1) snprintf(shape, sizeof shape, "%" PRId64, OC);
         else snprintf(shape, sizeof shape, "%" PRId64 ",%" PRId64, r->hf_transposed ? C : OC, r->hf_transposed ? OC : C);
-        o += (size_t)snprintf(json + o, room - o, ",\"%s%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", head || (flags & HF_NO_PREFIX) ? "" : "transformer.", r->name, safetensors_types[type].name, shape, at, at + OC * C * width);
+        o += (size_t)snprintf(json + o, room - o, ",\"%s%s\":{\"dtype\":\"%s\",\"shape\":[%s],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}",
+            head || (flags & HF_NO_PREFIX) ? "" : "transformer.", r->name, safetensors_types[type].name, shape, at, at + OC * C * width);
         for (int64_t k = 0; k < OC * C; k++) {
             float v = r->hf_transposed ? x[k % OC * C + k / OC] : x[k];
             if (head && (flags & HF_HEAD_DIFFERS) && k == OC * C - 1) v += 1;
@@ -570,9 +606,12 @@ static void formats_write_hf(const FormatsModel *f, const char *path, int first,
     if (flags & HF_WITH_MASKS) {
         int64_t T = f->m.n_positions;
         for (int l = 0; l < f->m.n_layer; l++, at += 4) {
-            o += (size_t)snprintf(json + o, room - o, ",\"h.%d.attn.bias\":{\"dtype\":\"U8\",\"shape\":[1,1,%" PRId64 ",%" PRId64 "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", l, T, T, at, at + T * T);
+            o += (size_t)snprintf(json + o, room - o,
+                ",\"h.%d.attn.bias\":{\"dtype\":\"U8\",\"shape\":[1,1,%" PRId64 ",%" PRId64 "],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}",
+                l, T, T, at, at + T * T);
             at += T * T;
-            o += (size_t)snprintf(json + o, room - o, ",\"h.%d.attn.masked_bias\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", l, at, at + 4);
+            o += (size_t)snprintf(json + o, room - o,
+                ",\"h.%d.attn.masked_bias\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}", l, at, at + 4);
             CHECK(at + 4 < data_room + 4096, "no room for masks");
         }
     }
@@ -668,7 +707,8 @@ static void test_import_golden(Test *t) {
 // Forms of a folder that all mean the same model.
 static void test_import_forms(Test *t) {
     static const struct { int flags; bool tied; } forms[] = {
-        {0, true}, {HF_NO_PREFIX, true}, {HF_NO_PREFIX | HF_WITH_MASKS, true}, {HF_WITH_MASKS, true}, {HF_WITH_HEAD, true}, {0, false}, {HF_NO_PREFIX, false}, {HF_DOUBLE, true}, {HF_DOUBLE | HF_WITH_HEAD, true},
+        {0, true}, {HF_NO_PREFIX, true}, {HF_NO_PREFIX | HF_WITH_MASKS, true}, {HF_WITH_MASKS, true}, {HF_WITH_HEAD, true}, {0, false},
+        {HF_NO_PREFIX, false}, {HF_DOUBLE, true}, {HF_DOUBLE | HF_WITH_HEAD, true},
     };
     for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
         FormatsFolder f = formats_folder();
@@ -697,7 +737,9 @@ static void formats_write_shards(const FormatsFolder *f, const FormatsModel *m, 
         int first = s * per, last = (int)min_i64(first + per, m->table.n_rows);
         formats_write_hf(m, formats_path(path, f, names[s]), first, last, 0);
         for (int i = first; i < last; i++)
-            if (m->row[i]) o += (size_t)snprintf(index + o, 65536 - o, "%s\"%s%s\":\"%s\"", i ? "," : "", strncmp(m->table.row[i].name, "lm_head", 7) == 0 ? "" : "transformer.", m->table.row[i].name, names[s]);
+            if (m->row[i])
+                o += (size_t)snprintf(index + o, 65536 - o, "%s\"%s%s\":\"%s\"", i ? "," : "",
+                                      strncmp(m->table.row[i].name, "lm_head", 7) == 0 ? "" : "transformer.", m->table.row[i].name, names[s]);
     }
     snprintf(index + o, 65536 - o, "}}");
     formats_write_text(f, HF_INDEX, index);
@@ -747,8 +789,10 @@ static void test_index_faults(Test *t) {
     CHECK(mkfifo(formats_path(path, &f, "fifo.safetensors"), 0600) == 0, "%s", strerror(errno));
     CHECK(mkdir(formats_path(path, &f, "sub.safetensors"), 0700) == 0, "%s", strerror(errno));
     const struct { const char *file, *part; } rows[] = {
-        {up, "only plain names"}, {target, "only plain names"}, {"linked/x.safetensors", "only plain names"}, {"..", "only plain names"}, {".", "only plain names"}, {"", "only plain names"}, {".hidden", "only plain names"},
-        {"a\\u0000b", "only plain names"}, {"link.safetensors", "symbolic link"}, {"fifo.safetensors", "not a regular file"}, {"sub.safetensors", "not a regular file"}, {"missing", "No such file"}, {"\\u001b[2J", "\\x1b[2J: No such file"},
+        {up, "only plain names"}, {target, "only plain names"}, {"linked/x.safetensors", "only plain names"}, {"..", "only plain names"},
+        {".", "only plain names"}, {"", "only plain names"}, {".hidden", "only plain names"},
+        {"a\\u0000b", "only plain names"}, {"link.safetensors", "symbolic link"}, {"fifo.safetensors", "not a regular file"},
+        {"sub.safetensors", "not a regular file"}, {"missing", "No such file"}, {"\\u001b[2J", "\\x1b[2J: No such file"},
         {HF_INDEX, "safetensors file"},
     };
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
@@ -757,15 +801,20 @@ static void test_index_faults(Test *t) {
         expect_dies(t, EXIT_DATA, rows[i].part, case_import, &c);
     }
     static const struct { const char *json, *part; } forms[] = {
-        {"{}", "no object weight_map"}, {"{\"weight_map\":[]}", "no object weight_map"}, {"{\"weight_map\":null}", "no object weight_map"}, {"[]", "is a list, not an object"}, {"", "there is nothing in it"},
-        {"{\"weight_map\":{\"a\":3}}", "only plain names"}, {"{\"weight_map\":{\"a\":\"x\",\"a\":\"x\"}}", ":1: the key \"a\" occurs twice"}, {"{\"weight_map\":{\"a\":\"x\",\n\"\\u0061\":\"y\"}}", ":2: the key \"a\" occurs twice"},
-        {"{\"weight_map\":{}}", "missing wte.weight"}, {"{\"weight_map\":{\"a\":\"x\",}}", "expected a key"}, {"{\"weight_map\":{'a':'x'}}", "expected a key"}, {"{\"weight_map\":{\"a\\u0000\":\"x\"}}", "zero byte"},
+        {"{}", "no object weight_map"}, {"{\"weight_map\":[]}", "no object weight_map"}, {"{\"weight_map\":null}", "no object weight_map"},
+        {"[]", "is a list, not an object"}, {"", "there is nothing in it"},
+        {"{\"weight_map\":{\"a\":3}}", "only plain names"},
+        {"{\"weight_map\":{\"a\":\"x\",\"a\":\"x\"}}", ":1: the key \"a\" occurs twice"},
+        {"{\"weight_map\":{\"a\":\"x\",\n\"\\u0061\":\"y\"}}", ":2: the key \"a\" occurs twice"},
+        {"{\"weight_map\":{}}", "missing wte.weight"}, {"{\"weight_map\":{\"a\":\"x\",}}", "expected a key"},
+        {"{\"weight_map\":{'a':'x'}}", "expected a key"}, {"{\"weight_map\":{\"a\\u0000\":\"x\"}}", "zero byte"},
     };
     for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
         formats_write_text(&f, HF_INDEX, forms[i].json);
         expect_dies(t, EXIT_DATA, forms[i].part, case_import, &c);
     }
-    CHECK(truncate(formats_path(path, &f, HF_INDEX), HF_JSON_BYTES_MAX + 1) == 0, "%s", strerror(errno)); // a million entries do not fit below it
+    // a million entries do not fit below it
+    CHECK(truncate(formats_path(path, &f, HF_INDEX), HF_JSON_BYTES_MAX + 1) == 0, "%s", strerror(errno));
     expect_dies(t, EXIT_DATA, "more than the limit", case_import, &c);
     char *many = (char *)host_alloc(HF_SHARDS_MAX * 32 + 100);
     size_t o = (size_t)snprintf(many, 100, "{\"weight_map\":{\"a\":\"b\"");
@@ -796,11 +845,13 @@ static void test_import_mismatches(Test *t) {
     formats_write_hf(have, path, 0, have->table.n_rows, 0);
     FormatsModel *other = formats_model(formats_config(3, 2, 16, 24, 51, 64, true), 0);
     FormatsCase c = {f.path, other, DTYPE_FP32, 0};
-    static const char *const parts[] = {"transformer.wte.weight is [50, 16], must be [51, 16]", "transformer.wpe.weight is [20, 16], must be [24, 16]", "missing h.2.ln_1.weight", "missing h.2.mlp.c_proj.bias"};
+    static const char *const parts[] = {"transformer.wte.weight is [50, 16], must be [51, 16]",
+        "transformer.wpe.weight is [20, 16], must be [24, 16]", "missing h.2.ln_1.weight", "missing h.2.mlp.c_proj.bias"};
     expect_dies_parts(t, EXIT_DATA, parts, 4, case_import, &c);
     FormatsModel *small = formats_model(formats_config(1, 2, 16, 20, 50, 80, true), 0);
     c.model = small;
-    static const char *const few[] = {"h.0.mlp.c_fc.weight is [16, 64], must be [16, 80]", "h.0.mlp.c_fc.bias is [64], must be [80]", "h.0.mlp.c_proj.weight is [64, 16], must be [80, 16]", "unexpected transformer.h.1.ln_1.weight"};
+    static const char *const few[] = {"h.0.mlp.c_fc.weight is [16, 64], must be [16, 80]", "h.0.mlp.c_fc.bias is [64], must be [80]",
+        "h.0.mlp.c_proj.weight is [64, 16], must be [80, 16]", "unexpected transformer.h.1.ln_1.weight"};
     expect_dies_parts(t, EXIT_DATA, few, 4, case_import, &c);
     FormatsModel *wide = formats_model(formats_config(30, 2, 32, 20, 50, 128, true), 0);
     c.model = wide;
@@ -814,11 +865,14 @@ static void test_import_mismatches(Test *t) {
     expect_dies(t, EXIT_DATA, "differ, at element 799 by 1", case_import, &c);
     static const struct { const char *json; int64_t bytes; const char *part; } rows[] = {
         {"{\"transformer.wte.weight\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"wte.weight\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[4,8]}}", 8, "is there twice, with and without"},
-        {"{\"transformer.transformer.wte.weight\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "unexpected transformer.transformer.wte.weight"},
-        {"{\"wte.weight\":{\"dtype\":\"I32\",\"shape\":[50,16],\"data_offsets\":[0,3200]}}", 3200, "wte.weight has type I32; weights are read from"},
+        {"{\"transformer.transformer.wte.weight\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4,
+            "unexpected transformer.transformer.wte.weight"},
+        {"{\"wte.weight\":{\"dtype\":\"I32\",\"shape\":[50,16],\"data_offsets\":[0,3200]}}", 3200,
+            "wte.weight has type I32; weights are read from"},
         {"{\"h.0.ln_1.weight\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}}", 4, "h.0.ln_1.weight is [], must be [16]"},
         {"{\"h.0.ln_1.weight\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}}", 0, "h.0.ln_1.weight is [0], must be [16]"},
-        {"{\"h.0.ln_1.weight\":{\"dtype\":\"F32\",\"shape\":[1,16],\"data_offsets\":[0,64]}}", 64, "h.0.ln_1.weight is [1, 16], must be [16]"},
+        {"{\"h.0.ln_1.weight\":{\"dtype\":\"F32\",\"shape\":[1,16],\"data_offsets\":[0,64]}}", 64,
+            "h.0.ln_1.weight is [1, 16], must be [16]"},
         {"{\"h.00.ln_1.weight\":{\"dtype\":\"F32\",\"shape\":[16],\"data_offsets\":[0,64]}}", 64, "unexpected h.00.ln_1.weight"},
         {"{\"h..attn.bias\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}}", 4, "unexpected h..attn.bias"},
         {"{\"../\\u001b]0;x\\u0007\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}}", 4, "unexpected ../\\x1b]0;x\\x07"},
@@ -857,7 +911,8 @@ static void test_import_not_finite(Test *t) {
             m->row[row][at] = old;
             int64_t y = at / r->shape[1], x = at % r->shape[1];
             char part[128];
-            snprintf(part, sizeof part, "\"transformer.%s\" %s [%" PRId64 ", %" PRId64 "]", names[n], words[k], r->hf_transposed ? x : y, r->hf_transposed ? y : x);
+            snprintf(part, sizeof part, "\"transformer.%s\" %s [%" PRId64 ", %" PRId64 "]", names[n], words[k], r->hf_transposed ? x : y,
+                r->hf_transposed ? y : x);
             expect_dies(t, EXIT_DATA, part, case_import, &c);
         }
     }
@@ -872,22 +927,40 @@ static void test_import_not_finite(Test *t) {
 static void test_config_faults(Test *t) {
     static const char good[] = "\"n_layer\":2,\"n_head\":2,\"n_embd\":16,\"n_positions\":20,\"vocab_size\":50";
     static const struct { const char *json, *part; } rows[] = {
-        {"{\"model_type\":\"llama\",%s}", "model_type is \"llama\"; only \"gpt2\" is built"}, {"{%s}", "model_type is \"\""}, {"{\"model_type\":3,%s}", "model_type is \"\""},
-        {"{\"model_type\":\"\\u001b[1m\",%s}", "model_type is \"\\x1b[1m\""}, {"{\"model_type\":\"gpt2\"}", "n_layer is missing; n_head is missing; n_embd is missing; n_positions is missing; vocab_size is missing"},
-        {"{\"model_type\":\"gpt2\",%s,\"activation_function\":\"gelu\"}", "activation_function = \"gelu\" is not built; gelu_new"}, {"{\"model_type\":\"gpt2\",%s,\"activation_function\":\"relu\"}", "\"relu\" is not built"},
+        {"{\"model_type\":\"llama\",%s}", "model_type is \"llama\"; only \"gpt2\" is built"}, {"{%s}", "model_type is \"\""},
+        {"{\"model_type\":3,%s}", "model_type is \"\""},
+        {"{\"model_type\":\"\\u001b[1m\",%s}", "model_type is \"\\x1b[1m\""},
+        {"{\"model_type\":\"gpt2\"}", "n_layer is missing; n_head is missing; n_embd is missing; n_positions is missing; vocab_size is missing"},
+        {"{\"model_type\":\"gpt2\",%s,\"activation_function\":\"gelu\"}", "activation_function = \"gelu\" is not built; gelu_new"},
+        {"{\"model_type\":\"gpt2\",%s,\"activation_function\":\"relu\"}", "\"relu\" is not built"},
         {"{\"model_type\":\"gpt2\",%s,\"activation_function\":7}", "activation_function = 7: must be a text"},
-        {"{\"model_type\":\"gpt2\",%s,\"scale_attn_weights\":false}", "scale_attn_weights = false is not built"}, {"{\"model_type\":\"gpt2\",%s,\"scale_attn_by_inverse_layer_idx\":true}", "scale_attn_by_inverse_layer_idx = true is not built"},
-        {"{\"model_type\":\"gpt2\",%s,\"reorder_and_upcast_attn\":true}", "reorder_and_upcast_attn = true is not built"}, {"{\"model_type\":\"gpt2\",%s,\"add_cross_attention\":true}", "add_cross_attention = true is not built"},
-        {"{\"model_type\":\"gpt2\",%s,\"reorder_and_upcast_attn\":\"yes\"}", "reorder_and_upcast_attn = \"yes\": must be true or false"}, {"{\"model_type\":\"gpt2\",%s,\"quantization_config\":{\"bits\":4}}", "quantized weights are not read"},
-        {"{\"model_type\":\"gpt2\",%s,\"pruned_heads\":{\"0\":[1]}}", "pruned_heads is not built"}, {"{\"model_type\":\"gpt2\",%s,\"layer_norm_epsilon\":0}", "layer_norm_epsilon = 0: must be above 0"},
-        {"{\"model_type\":\"gpt2\",%s,\"layer_norm_epsilon\":\"1e-5\"}", "must be a finite number"}, {"{\"model_type\":\"gpt2\",%s,\"layer_norm_epsilon\":1e999}", "must be a finite number"},
-        {"{\"model_type\":\"gpt2\",%s,\"tie_word_embeddings\":1}", "tie_word_embeddings = 1: must be true or false"}, {"{\"model_type\":\"gpt2\",%s,\"n_inner\":64.0}", "n_inner = 64.0: must be a whole number"},
-        {"{\"model_type\":\"gpt2\",%s,\"n_inner\":\"64\"}", "n_inner = \"64\": must be a whole number"}, {"{\"model_type\":\"gpt2\",%s,\"n_inner\":-1}", "n_inner = -1"}, {"{\"model_type\":\"gpt2\",%s,\"n_inner\":99999999999999999999}", "must be a whole number"},
-        {"{\"model_type\":\"gpt2\",\n\"n_layer\":0,\"n_head\":3,\"n_embd\":16,\n\"n_positions\":true,\"vocab_size\":[50]}", "line 2: n_layer = 0: must be a whole number from 1 to 10000; line 3: n_positions = true: must be"},
-        {"{\"model_type\":\"gpt2\",\"n_layer\":1,\"n_head\":3,\"n_embd\":16,\"n_positions\":4,\"vocab_size\":50}", "n_embd = 16 is no multiple of n_head = 3"},
-        {"{\"model_type\":\"gpt2\",\"n_layer\":1000000000,\"n_head\":2,\"n_embd\":16,\"n_positions\":4,\"vocab_size\":50}", "n_layer = 1000000000"}, {"{\"model_type\":\"gpt2\",\"n_layer\":1e1,\"n_head\":2,\"n_embd\":16,\"n_positions\":4,\"vocab_size\":50}", "n_layer = 1e1"},
-        {"{\"model_type\":\"gpt2\",%s,\"n_layer\":3}", "the key \"n_layer\" occurs twice"}, {"{\"model_type\":\"gpt2\",%s,\"n\\u005flayer\":3}", "the key \"n_layer\" occurs twice"}, {"{\"model_type\":\"gpt2\",%s} x", "config.json:1: expected the end"},
-        {"{\"model_type\":\"gpt2\", # comment\n%s}", "config.json:1:"}, {"[1]", "is a list, not an object"}, {"", "nothing in it"}, {"{\"model_type\":\"gpt2\",%s,}", "expected a key"}, {"{\"model_type\":\"gpt2\",\"x\":NaN}", "expected a value"},
+        {"{\"model_type\":\"gpt2\",%s,\"scale_attn_weights\":false}", "scale_attn_weights = false is not built"},
+        {"{\"model_type\":\"gpt2\",%s,\"scale_attn_by_inverse_layer_idx\":true}", "scale_attn_by_inverse_layer_idx = true is not built"},
+        {"{\"model_type\":\"gpt2\",%s,\"reorder_and_upcast_attn\":true}", "reorder_and_upcast_attn = true is not built"},
+        {"{\"model_type\":\"gpt2\",%s,\"add_cross_attention\":true}", "add_cross_attention = true is not built"},
+        {"{\"model_type\":\"gpt2\",%s,\"reorder_and_upcast_attn\":\"yes\"}", "reorder_and_upcast_attn = \"yes\": must be true or false"},
+        {"{\"model_type\":\"gpt2\",%s,\"quantization_config\":{\"bits\":4}}", "quantized weights are not read"},
+        {"{\"model_type\":\"gpt2\",%s,\"pruned_heads\":{\"0\":[1]}}", "pruned_heads is not built"},
+        {"{\"model_type\":\"gpt2\",%s,\"layer_norm_epsilon\":0}", "layer_norm_epsilon = 0: must be above 0"},
+        {"{\"model_type\":\"gpt2\",%s,\"layer_norm_epsilon\":\"1e-5\"}", "must be a finite number"},
+        {"{\"model_type\":\"gpt2\",%s,\"layer_norm_epsilon\":1e999}", "must be a finite number"},
+        {"{\"model_type\":\"gpt2\",%s,\"tie_word_embeddings\":1}", "tie_word_embeddings = 1: must be true or false"},
+        {"{\"model_type\":\"gpt2\",%s,\"n_inner\":64.0}", "n_inner = 64.0: must be a whole number"},
+        {"{\"model_type\":\"gpt2\",%s,\"n_inner\":\"64\"}", "n_inner = \"64\": must be a whole number"},
+        {"{\"model_type\":\"gpt2\",%s,\"n_inner\":-1}", "n_inner = -1"},
+        {"{\"model_type\":\"gpt2\",%s,\"n_inner\":99999999999999999999}", "must be a whole number"},
+        {"{\"model_type\":\"gpt2\",\n\"n_layer\":0,\"n_head\":3,\"n_embd\":16,\n\"n_positions\":true,\"vocab_size\":[50]}",
+            "line 2: n_layer = 0: must be a whole number from 1 to 10000; line 3: n_positions = true: must be"},
+        {"{\"model_type\":\"gpt2\",\"n_layer\":1,\"n_head\":3,\"n_embd\":16,\"n_positions\":4,\"vocab_size\":50}",
+            "n_embd = 16 is no multiple of n_head = 3"},
+        {"{\"model_type\":\"gpt2\",\"n_layer\":1000000000,\"n_head\":2,\"n_embd\":16,\"n_positions\":4,\"vocab_size\":50}",
+            "n_layer = 1000000000"},
+        {"{\"model_type\":\"gpt2\",\"n_layer\":1e1,\"n_head\":2,\"n_embd\":16,\"n_positions\":4,\"vocab_size\":50}", "n_layer = 1e1"},
+        {"{\"model_type\":\"gpt2\",%s,\"n_layer\":3}", "the key \"n_layer\" occurs twice"},
+        {"{\"model_type\":\"gpt2\",%s,\"n\\u005flayer\":3}", "the key \"n_layer\" occurs twice"},
+        {"{\"model_type\":\"gpt2\",%s} x", "config.json:1: expected the end"},
+        {"{\"model_type\":\"gpt2\", # comment\n%s}", "config.json:1:"}, {"[1]", "is a list, not an object"}, {"", "nothing in it"},
+        {"{\"model_type\":\"gpt2\",%s,}", "expected a key"}, {"{\"model_type\":\"gpt2\",\"x\":NaN}", "expected a value"},
     };
     FormatsFolder f = formats_folder();
     FormatsModel m;
@@ -932,7 +1005,9 @@ static void test_config_forms(Test *t) {
     hf_config_read(f.path, &m.m);
     ModelConfig want = formats_config(2, 2, 16, 20, 50, 64, false);
     want.layer_norm_epsilon = 1e-6;
-    expect_true(t, memcmp(&want, &m.m, sizeof want) == 0, "general names: L %" PRId64 " NH %" PRId64 " C %" PRId64 " T %" PRId64 " V %" PRId64 " F %" PRId64, m.m.n_layer, m.m.n_head, m.m.n_embd, m.m.n_positions, m.m.vocab_size, m.m.n_inner);
+    expect_true(t, memcmp(&want, &m.m, sizeof want) == 0,
+        "general names: L %" PRId64 " NH %" PRId64 " C %" PRId64 " T %" PRId64 " V %" PRId64 " F %" PRId64, m.m.n_layer, m.m.n_head,
+        m.m.n_embd, m.m.n_positions, m.m.vocab_size, m.m.n_inner);
     hf_config_read(f.path, &m.m); // now all sizes are given, and agree
     expect_true(t, memcmp(&want, &m.m, sizeof want) == 0, "reading twice changed something");
     m.m.n_layer = 3;
@@ -942,7 +1017,9 @@ static void test_config_forms(Test *t) {
     m.m.vocab_size = 51;
     m.m.n_inner = 65;
     m.m.layer_norm_epsilon = 1e-5;
-    static const char *const parts[] = {"train_gpt.model differs from model.init_from = ", "n_layer is 3 in the configuration, 2 in the model", "n_head is 4 in the configuration, 2 in the model", "n_embd is 32", "n_positions is 21", "vocab_size is 51", "n_inner is 65", "layer_norm_epsilon is 1e-05 in the configuration, 1e-06 in the model"};
+    static const char *const parts[] = {"train_gpt.model differs from model.init_from = ",
+        "n_layer is 3 in the configuration, 2 in the model", "n_head is 4 in the configuration, 2 in the model", "n_embd is 32",
+        "n_positions is 21", "vocab_size is 51", "n_inner is 65", "layer_norm_epsilon is 1e-05 in the configuration, 1e-06 in the model"};
     expect_dies_parts(t, EXIT_CONFIG, parts, 8, case_config, &c);
     memset(&m, 0, sizeof m);
     formats_write_text(&f, "config.json", "{\"model_type\":\"gpt2\",\"n_layer\":2,\"n_head\":2,\"n_embd\":16,\"n_positions\":20,\"vocab_size\":50,\"attn_pdrop\":0.1}");
@@ -960,10 +1037,14 @@ static void test_config_forms(Test *t) {
 
 // Writes a model .bin with code of the tests' own: all layers of a tensor together.
 static void formats_write_llmc(const FormatsModel *f, const char *path, int version, int64_t Vp) {
-    static const char *const order[] = {"wte.weight", "wpe.weight", "ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight", "attn.c_proj.bias",
-                                        "ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias", "ln_f.weight", "ln_f.bias"};
+    static const char *const order[] = {
+        "wte.weight", "wpe.weight", "ln_1.weight", "ln_1.bias", "attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight",
+        "attn.c_proj.bias", "ln_2.weight", "ln_2.bias", "mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight", "mlp.c_proj.bias",
+        "ln_f.weight", "ln_f.bias",
+    };
     const ModelConfig *m = &f->m;
-    const int32_t header[256] = {20240326, version, (int32_t)m->n_positions, (int32_t)m->vocab_size, (int32_t)m->n_layer, (int32_t)m->n_head, (int32_t)m->n_embd, (int32_t)Vp};
+    const int32_t header[256] = {20240326, version, (int32_t)m->n_positions, (int32_t)m->vocab_size, (int32_t)m->n_layer,
+        (int32_t)m->n_head, (int32_t)m->n_embd, (int32_t)Vp};
     FILE *out = fopen(path, "wb");
     CHECK(out, "%s", strerror(errno));
     fwrite(header, 4, 256, out);
@@ -1001,7 +1082,8 @@ static void test_import_llmc(Test *t) {
         expect_true(t, memcmp(&read, &want->m, sizeof read) == 0, "version %d: the configuration differs", version);
         hf_import(path, &read, &got->table, formats_put, got);
         for (int i = 0; version == 5 && i < want->table.n_rows; i++)
-            for (int64_t k = 0; want->row[i] && k < param_numel(&want->table.row[i]); k++) want->row[i][k] = (float)round_to(want->row[i][k], 8, -126);
+            for (int64_t k = 0; want->row[i] && k < param_numel(&want->table.row[i]); k++)
+                want->row[i][k] = (float)round_to(want->row[i][k], 8, -126);
         expect_same_model(t, got, want);
         formats_model_free(want);
         formats_model_free(got);
@@ -1013,7 +1095,8 @@ static void test_llmc_faults(Test *t) {
     FormatsFolder f = formats_folder();
     char path[600];
     formats_path(path, &f, "model.bin");
-    FormatsModel *m = formats_model(formats_config(2, 2, 16, 20, 50, 64, true), 3), *other = formats_model(formats_config(2, 4, 16, 20, 50, 64, true), 3);
+    FormatsModel *m = formats_model(formats_config(2, 2, 16, 20, 50, 64, true), 3);
+    FormatsModel *other = formats_model(formats_config(2, 4, 16, 20, 50, 64, true), 3);
     FormatsModel none;
     memset(&none, 0, sizeof none);
     FormatsCase c = {path, &none, DTYPE_FP32, 0};
@@ -1021,11 +1104,18 @@ static void test_llmc_faults(Test *t) {
     int64_t bytes;
     char *good = formats_read(path, &bytes);
     static const struct { int at; int32_t value; const char *part; } flips[] = {
-        {1, 0, "an llm.c model of version 0; this program reads 3 (fp32) and 5 (bf16)"}, {1, 1, "version 1"}, {1, 4, "version 4"}, {1, 6, "version 6"}, {1, -1, "version -1"}, {1, INT32_MAX, "version 2147483647"},
-        {0, 20240803, "is a Llama 3 model of llm.c"}, {0, 20240520, "is a token file of llm.c; it goes to data.train"}, {0, 20240801, "is a token file"}, {0, 20240527, "is an optimizer state of llm.c"}, {0, 20240328, "is a tokenizer"},
-        {0, 20240327, "is a debug state"}, {0, (int32_t)__builtin_bswap32(20240326), "other byte order"}, {0, 0, "is no model file of llm.c"}, {0, 0x46554747, "is a GGUF file"}, {0, 0x04034b50, "is a PyTorch file"}, {0, 0x7d710280, "is a PyTorch file"},
-        {2, 0, "sizes that no model has"}, {2, -1, "sizes that no model has"}, {2, INT32_MAX, "sizes that no model has"}, {2, 21, "but a model of its sizes has"}, {3, 0, "sizes"}, {3, 129, "sizes that no model has"}, {3, INT32_MAX, "sizes"},
-        {4, 0, "sizes"}, {4, INT32_MAX, "sizes"}, {4, 10000, "but a model of its sizes has"}, {5, 0, "sizes"}, {5, 3, "sizes"}, {6, 0, "sizes"}, {6, INT32_MIN, "sizes"}, {6, 1 << 20, "but a model of its sizes has"}, {7, 49, "sizes"}, {7, INT32_MAX, "sizes"}, {7, 256, "but a model"},
+        {1, 0, "an llm.c model of version 0; this program reads 3 (fp32) and 5 (bf16)"}, {1, 1, "version 1"}, {1, 4, "version 4"},
+        {1, 6, "version 6"}, {1, -1, "version -1"}, {1, INT32_MAX, "version 2147483647"},
+        {0, 20240803, "is a Llama 3 model of llm.c"}, {0, 20240520, "is a token file of llm.c; it goes to data.train"},
+        {0, 20240801, "is a token file"}, {0, 20240527, "is an optimizer state of llm.c"}, {0, 20240328, "is a tokenizer"},
+        {0, 20240327, "is a debug state"}, {0, (int32_t)__builtin_bswap32(20240326), "other byte order"},
+        {0, 0, "is no model file of llm.c"}, {0, 0x46554747, "is a GGUF file"}, {0, 0x04034b50, "is a PyTorch file"},
+        {0, 0x7d710280, "is a PyTorch file"},
+        {2, 0, "sizes that no model has"}, {2, -1, "sizes that no model has"}, {2, INT32_MAX, "sizes that no model has"},
+        {2, 21, "but a model of its sizes has"}, {3, 0, "sizes"}, {3, 129, "sizes that no model has"}, {3, INT32_MAX, "sizes"},
+        {4, 0, "sizes"}, {4, INT32_MAX, "sizes"}, {4, 10000, "but a model of its sizes has"}, {5, 0, "sizes"}, {5, 3, "sizes"},
+        {6, 0, "sizes"}, {6, INT32_MIN, "sizes"}, {6, 1 << 20, "but a model of its sizes has"}, {7, 49, "sizes"}, {7, INT32_MAX, "sizes"},
+        {7, 256, "but a model"},
     };
     for (size_t i = 0; i < sizeof flips / sizeof *flips; i++) {
         int32_t old;
@@ -1086,8 +1176,9 @@ static char *formats_export_text(const char *folder, const char *name) {
 
 static void expect_config_value(Test *t, const Json *j, const char *key, const char *want) {
     int n = json_find(j, 0, key);
-    static const char *const words[] = {"null", "false"};
-    const char *got = n < 0 ? "absent" : j->node[n].type == JSON_NULL ? words[0] : j->node[n].type == JSON_BOOL ? (j->node[n].truth ? "true" : words[1]) : json_text(j, n);
+    const JsonNode *node = n < 0 ? NULL : &j->node[n];
+    const char *got = !node ? "absent" : node->type == JSON_NULL ? "null" : json_text(j, n);
+    if (node && node->type == JSON_BOOL) got = node->truth ? "true" : "false";
     expect_equal_text(t, key, got, want);
 }
 
@@ -1114,14 +1205,18 @@ static void test_export_golden(Test *t) {
         snprintf(path, sizeof path, "%s/model.safetensors", dir);
         CHECK(safetensors_open(&st, path, why, sizeof why), "%s", why);
         expect_equal_i64(t, "tensors", st.n_tensors, original.n_tensors);
-        expect_true(t, st.n_metadata == 1 && strcmp(st.metadata[0].key, "format") == 0 && strcmp(st.metadata[0].value, "pt") == 0, "metadata is not format=pt");
-        expect_equal_i64(t, "bytes of data", st.file_bytes - st.data_begin, (original.file_bytes - original.data_begin) / 4 * dtype_bytes((DType)dtype));
+        expect_true(t, st.n_metadata == 1 && strcmp(st.metadata[0].key, "format") == 0 && strcmp(st.metadata[0].value, "pt") == 0,
+            "metadata is not format=pt");
+        expect_equal_i64(t, "bytes of data", st.file_bytes - st.data_begin,
+            (original.file_bytes - original.data_begin) / 4 * dtype_bytes((DType)dtype));
         for (int i = 0; i < original.n_tensors; i++) {
             const SafeTensor *want = &original.tensor[i], *got = safetensors_find(&st, want->name);
             int64_t n = safetensors_numel(want);
-            expect_true(t, got && got->type == dtype && got->ndim == want->ndim && memcmp(got->shape, want->shape, sizeof got->shape) == 0, "%s: type or shape differs", want->name);
+            expect_true(t, got && got->type == dtype && got->ndim == want->ndim && memcmp(got->shape, want->shape, sizeof got->shape) == 0,
+                "%s: type or shape differs", want->name);
             if (!got) continue;
-            CHECK(safetensors_read(&original, want, 0, n, a, why, sizeof why) && safetensors_read(&st, got, 0, n, b, why, sizeof why), "%s", why);
+            bool read = safetensors_read(&original, want, 0, n, a, why, sizeof why) && safetensors_read(&st, got, 0, n, b, why, sizeof why);
+            CHECK(read, "%s", why);
             for (int64_t k = 0; k < n; k++)
                 if (dtype) a[k] = (float)round_to(a[k], dtype == DTYPE_BF16 ? 8 : 11, dtype == DTYPE_BF16 ? -126 : -14);
             expect_same_bytes(t, want->name, b, a, n * 4);
@@ -1131,8 +1226,11 @@ static void test_export_golden(Test *t) {
         Json j;
         expect_true(t, json_parse(&j, text, (int64_t)strlen(text), JSON_STRICT), "config.json: %s", j.error);
         const char *const wanted[][2] = {
-            {"model_type", "gpt2"}, {"n_layer", "3"}, {"n_head", "4"}, {"n_embd", "64"}, {"n_positions", "64"}, {"n_ctx", "64"}, {"vocab_size", "256"}, {"n_inner", "null"}, {"activation_function", "gelu_new"},
-            {"attn_pdrop", "0.0"}, {"resid_pdrop", "0.0"}, {"embd_pdrop", "0.0"}, {"layer_norm_epsilon", "1e-05"}, {"tie_word_embeddings", "true"}, {"bos_token_id", "0"}, {"eos_token_id", "0"}, {"dtype", types[dtype]}, {"torch_dtype", types[dtype]},
+            {"model_type", "gpt2"}, {"n_layer", "3"}, {"n_head", "4"}, {"n_embd", "64"}, {"n_positions", "64"}, {"n_ctx", "64"},
+            {"vocab_size", "256"}, {"n_inner", "null"}, {"activation_function", "gelu_new"},
+            {"attn_pdrop", "0.0"}, {"resid_pdrop", "0.0"}, {"embd_pdrop", "0.0"}, {"layer_norm_epsilon", "1e-05"},
+            {"tie_word_embeddings", "true"}, {"bos_token_id", "0"}, {"eos_token_id", "0"}, {"dtype", types[dtype]},
+            {"torch_dtype", types[dtype]},
             {"scale_attn_weights", "true"}, {"scale_attn_by_inverse_layer_idx", "false"}, {"reorder_and_upcast_attn", "false"},
         };
         for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) expect_config_value(t, &j, wanted[i][0], wanted[i][1]);
@@ -1170,7 +1268,8 @@ static void test_export_round_trips(Test *t) {
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         FormatsFolder f = formats_folder();
         char dir[600], path[900], why[512];
-        FormatsModel *want = formats_model(formats_config(rows[i].L, rows[i].NH, rows[i].C, rows[i].T, rows[i].V, rows[i].F, rows[i].tied), 5 + i), *got = formats_model(want->m, 0);
+        ModelConfig m = formats_config(rows[i].L, rows[i].NH, rows[i].C, rows[i].T, rows[i].V, rows[i].F, rows[i].tied);
+        FormatsModel *want = formats_model(m, 5 + i), *got = formats_model(m, 0);
         formats_export(want, formats_path(dir, &f, "out"), DTYPE_FP32, rows[i].shard_bytes);
         // every file but those of one tensor keeps the limit, and none could have taken the next one's first tensor
         int64_t total = 0, last_bytes = 0;
@@ -1182,7 +1281,8 @@ static void test_export_round_trips(Test *t) {
             else snprintf(path, sizeof path, "%s/model-%05d-of-%05d.safetensors", dir, k + 1, files);
             CHECK(safetensors_open(&st, path, why, sizeof why), "%s: %s", path, why);
             expect_true(t, st.file_bytes - st.data_begin <= rows[i].shard_bytes || st.n_tensors == 1, "case %zu, file %d: too large", i, k);
-            expect_true(t, k == 0 || last_bytes + st.tensor[0].end - st.tensor[0].begin > rows[i].shard_bytes, "case %zu, file %d: had room in the file before", i, k);
+            expect_true(t, k == 0 || last_bytes + st.tensor[0].end - st.tensor[0].begin > rows[i].shard_bytes,
+                "case %zu, file %d: had room in the file before", i, k);
             last_bytes = st.file_bytes - st.data_begin;
             safetensors_close(&st);
         }
@@ -1228,7 +1328,8 @@ static void test_export_rounding(Test *t) {
         CHECK(safetensors_read(&st, s, 0, 2000, got, why, sizeof why), "%s", why);
         for (int64_t k = 0; k < 2000; k++) {
             float want = (float)round_to(awkward_value(k), dtype == DTYPE_BF16 ? 8 : 11, dtype == DTYPE_BF16 ? -126 : -14);
-            expect_true(t, memcmp(&got[k], &want, 4) == 0, "%s of %.9g is %.9g, expected %.9g", dtype_name((DType)dtype), (double)awkward_value(k), (double)got[k], (double)want);
+            expect_true(t, memcmp(&got[k], &want, 4) == 0, "%s of %.9g is %.9g, expected %.9g", dtype_name((DType)dtype),
+                (double)awkward_value(k), (double)got[k], (double)want);
         }
         safetensors_close(&st);
     }
@@ -1274,7 +1375,8 @@ static void test_export_failing_calls(Test *t) {
         expect_true(t, code == EXIT_OK || code == EXIT_IO, "call %d: exit code %d, \"%.200s\"", c.fail_at, code, text);
         expect_true(t, code != EXIT_IO || strstr(text, "No space left on device"), "call %d: \"%.200s\"", c.fail_at, text);
         expect_equal_i64(t, "names left behind", formats_entries(f.path), published);
-        expect_true(t, !published || (access(dir_index, F_OK) == 0 && strstr(text, code == EXIT_OK ? "calls made" : "perhaps not on disk yet")), "call %d: published, \"%.200s\"", c.fail_at, text);
+        bool complete = access(dir_index, F_OK) == 0 && strstr(text, code == EXIT_OK ? "calls made" : "perhaps not on disk yet");
+        expect_true(t, !published || complete, "call %d: published, \"%.200s\"", c.fail_at, text);
         if (published) formats_remove_path(dir);
     }
     expect_true(t, ends > 30, "an export makes %d calls", ends);
@@ -1336,7 +1438,9 @@ static void test_export_faults(Test *t) {
     // a configuration that says something else than the table
     ModelConfig good = m->m;
     static const struct { size_t field; int64_t value; } broken[] = {
-        {offsetof(ModelConfig, n_layer), 3}, {offsetof(ModelConfig, n_layer), 1}, {offsetof(ModelConfig, n_head), 3}, {offsetof(ModelConfig, n_embd), 32}, {offsetof(ModelConfig, n_positions), 21}, {offsetof(ModelConfig, vocab_size), 64}, {offsetof(ModelConfig, n_inner), 65},
+        {offsetof(ModelConfig, n_layer), 3}, {offsetof(ModelConfig, n_layer), 1}, {offsetof(ModelConfig, n_head), 3},
+        {offsetof(ModelConfig, n_embd), 32}, {offsetof(ModelConfig, n_positions), 21}, {offsetof(ModelConfig, vocab_size), 64},
+        {offsetof(ModelConfig, n_inner), 65},
     };
     for (size_t i = 0; i < sizeof broken / sizeof *broken; i++) {
         memcpy((char *)&m->m + broken[i].field, &broken[i].value, sizeof(int64_t));
@@ -1422,10 +1526,16 @@ static void test_export_library(Test *t) {
 }
 
 static const TestRow format_tests[] = {
-    {"header lengths", test_header_lengths}, {"header faults", test_header_faults}, {"legal headers", test_header_legal}, {"a million tensors", test_large_header},
-    {"data types", test_data_types}, {"writer", test_writer}, {"import golden", test_import_golden}, {"import forms", test_import_forms}, {"import shards", test_import_shards},
-    {"index faults", test_index_faults}, {"import mismatches", test_import_mismatches}, {"import not finite", test_import_not_finite}, {"config faults", test_config_faults},
-    {"config forms", test_config_forms}, {"import llm.c", test_import_llmc}, {"llm.c faults", test_llmc_faults}, {"export golden", test_export_golden}, {"export round trips", test_export_round_trips},
-    {"export rounding", test_export_rounding}, {"export faults", test_export_faults}, {"export, every call fails", test_export_failing_calls}, {"export companions", test_export_companions}, {"export and the library", test_export_library},
+    {"header lengths", test_header_lengths}, {"header faults", test_header_faults}, {"legal headers", test_header_legal},
+    {"a million tensors", test_large_header},
+    {"data types", test_data_types}, {"writer", test_writer}, {"import golden", test_import_golden}, {"import forms", test_import_forms},
+    {"import shards", test_import_shards},
+    {"index faults", test_index_faults}, {"import mismatches", test_import_mismatches}, {"import not finite", test_import_not_finite},
+    {"config faults", test_config_faults},
+    {"config forms", test_config_forms}, {"import llm.c", test_import_llmc}, {"llm.c faults", test_llmc_faults},
+    {"export golden", test_export_golden}, {"export round trips", test_export_round_trips},
+    {"export rounding", test_export_rounding}, {"export faults", test_export_faults},
+    {"export, every call fails", test_export_failing_calls}, {"export companions", test_export_companions},
+    {"export and the library", test_export_library},
     {NULL, NULL},
 };
