@@ -1,9 +1,25 @@
-// dsconfig.h - the configuration: structs that mirror the JSON file, the table of all keys, reading and checking.
+// dsconfig.h - the configuration: one JSON file in DeepSpeed's schema, overrides from the command line, one struct.
+//
+// The way of a value: json.h reads the text into nodes that know their lines; config_walk looks up each key in the table of
+// dsconfig_keys.h and stores, translates, notes or refuses it; config_resolve works out what was left open (batch triangle,
+// "auto", presets, defaults that depend on others) and checks what only several keys together can tell. Nothing stops at the
+// first problem: all of them are collected in a ConfigReport, as "file:line: key = value: what is wrong; what to do".
+//
+// Invariants
+// 1. No key is ever ignored in silence: after the walk every node of the file was visited exactly once, or the program stops.
+// 2. Reading depends on the text, the overrides and the number of ranks only: not on the locale, the clock or the device.
+// 3. A file that is refused has changed nothing on disk.
+//
+// Reading next: dsconfig_keys.h (the keys), runtime/json.h (the text forms).
 #pragma once
+#include "runtime/json.h"
 #include "runtime/tensor.h"
 
 #define CONFIG_PATH_MAX 4096
 #define CONFIG_NAME_MAX 128
+#define CONFIG_FILE_MAX (16 << 20) // bytes
+#define CONFIG_KEY_ROOM 512        // rows that the table may have
+#define CONFIG_VERSION "0.1"
 
 typedef enum { OPTIMIZER_ADAMW, OPTIMIZER_LION, OPTIMIZER_SGD } OptimizerType; // "Adam" is ADAMW with adam_w_mode
 typedef enum {
@@ -21,12 +37,13 @@ typedef struct {
 typedef struct {
     char preset[CONFIG_NAME_MAX];    // "" = none
     char init_from[CONFIG_PATH_MAX]; // "" = random weights; a Hugging Face folder or an llm.c model .bin
-    int64_t n_layer, n_head, n_embd, n_positions, vocab_size, n_inner; // 0 = not given (resolved from preset, else init_from)
+    int64_t n_layer, n_head, n_embd, n_positions, vocab_size, n_inner; // 0 only with init_from, which then tells them
     double layer_norm_epsilon;
     bool tie_word_embeddings;
 } ModelConfig;
 
 typedef struct {
+    char name[CONFIG_NAME_MAX]; // type as the user wrote it
     OptimizerType type;
     double lr, betas[2], eps, weight_decay;
     bool bias_correction, adam_w_mode; // adam_w_mode is true unless type Adam says false
@@ -35,6 +52,7 @@ typedef struct {
 } OptimizerConfig;
 
 typedef struct {
+    char name[CONFIG_NAME_MAX]; // type as the user wrote it; "" = no scheduler
     ScheduleType type;
     double warmup_min_lr, warmup_max_lr;
     int64_t warmup_num_steps, total_num_steps;
@@ -47,7 +65,7 @@ typedef struct {
     int64_t cycle_first_step_size, cycle_second_step_size, cycle_first_stair_count, cycle_second_stair_count, decay_step_size;
     bool cycle_momentum;
     int64_t last_batch_iteration;
-    // train_gpt.run.lr_schedule = cosine
+    bool lr_schedule; // train_gpt.run.lr_schedule: cosine instead of constant
     int64_t warmup_steps, total_steps;
     double final_lr_frac;
 } SchedulerConfig;
@@ -76,7 +94,8 @@ typedef struct {
 typedef struct {
     int64_t stage;
     int64_t timeout; // seconds
-    bool reduce_scatter, overlap_comm, load_from_fp32_weights, gather_16bit_weights_on_model_save;
+    bool reduce_scatter, overlap_comm, load_from_fp32_weights, gather_16bit_weights_on_model_save, prescale_gradients;
+    double gradient_predivide_factor;
     int64_t reduce_bucket_size, allgather_bucket_size, sub_group_size; // elements, as the next two lines
     int64_t prefetch_bucket_size, param_persistence_threshold, model_persistence_threshold;
     int64_t max_live_parameters, max_reuse_distance;
@@ -100,7 +119,7 @@ typedef struct {
 typedef struct {
     int64_t steps, seq_len, seed; // seq_len 0 = the model's n_positions
     char output_dir[CONFIG_PATH_MAX];
-    int64_t eval_every, eval_batches, sample_every, sample_tokens; // 0 = never
+    int64_t eval_every, eval_batches, sample_every, sample_tokens; // 0 = never; eval_batches 0 = all
     char sample_prompt[CONFIG_PATH_MAX];
     int64_t checkpoint_every; // 0 = only at the end
     char resume[CONFIG_NAME_MAX]; // "auto", "none" or a tag
@@ -112,6 +131,32 @@ typedef struct {
     char load_path[CONFIG_PATH_MAX]; // "" = save_dir
     int64_t keep_n_most_recent, num_checkpoints_to_keep; // 0 = no limit
 } CheckpointConfig;
+
+// Values that are only compared with others, translated into them, or refused as not built yet: the trainer does not look here.
+typedef struct {
+    bool fp32_optimizer_states, bf16_master_weights_and_grads, bf16_optimizer_states;
+    DType grad_accum_dtype, param_dtype, buffer_dtype, tensor_parallel_dtype;
+    bool gradient_allreduce_op; // sum instead of mean
+    int64_t zero_hpz_partition_size;
+    bool zero_quantized_weights, zero_quantized_gradients, cpu_offload, cpu_offload_param, cpu_offload_use_pin_memory;
+    double offload_ratio;
+    bool checkpoint_activations, partition_activations, cpu_checkpointing;
+    int64_t number_checkpoints, activation_checkpoint_interval;
+    bool sequence_parallel;
+    int64_t attention_window_size, profile_step;
+    bool checkpoint_type, decoupled_writer, writer_statistics, memory_breakdown, flops_profiler, comms_logger, csv_monitor;
+    uint32_t compile_passes;
+    char backend[CONFIG_NAME_MAX];
+} CompatConfig;
+
+typedef enum { ORIGIN_DEFAULT, ORIGIN_FILE, ORIGIN_COMMAND_LINE, ORIGIN_AUTO, ORIGIN_DERIVED, ORIGIN_PRESET } ConfigOrigin;
+
+typedef struct {
+    uint8_t origin; // ConfigOrigin of the value in force
+    bool alias;     // it came under another spelling
+    bool refused;   // a problem was reported for it
+    int32_t line;   // in the file; 0 = not there
+} ConfigKeyState;
 
 typedef struct {
     BatchConfig batch;
@@ -127,8 +172,10 @@ typedef struct {
     DataConfig data;
     RunConfig run;
     CheckpointConfig checkpoint;
+    CompatConfig compat;
     int64_t steps_per_print;
-    bool wall_clock_breakdown;
+    bool wall_clock_breakdown, dump_state;
+    bool precision_is_auto;                 // fp16 and bf16 were both left to the program: see config_fit_device
     // Command line
     char file[CONFIG_PATH_MAX];
     bool generate;                          // --generate "PROMPT"
@@ -137,9 +184,1573 @@ typedef struct {
     char load_dir[CONFIG_PATH_MAX];         // --load_dir DIR, "" = checkpoint.load_path, else where this run saves
     char load_tag[CONFIG_NAME_MAX];         // --load_tag TAG, "" = newest
     int64_t world, local_rank;              // ranks of this job, and this one's number on its host
+    ConfigKeyState key[CONFIG_KEY_ROOM];    // of each row of the table; last, so that two configurations can be compared up to here
 } Config;
 
 // Reads the command line, the file that it names and its overrides. Lists every problem on stderr and ends with
 // EXIT_CONFIG when there is one. --help, --version, --help-config and --check-config print and end with 0. The result
 // is never null and belongs to the caller (free it).
 static Config *config_load(int argc, char **argv);
+
+// ---------------------------------------------------------------------------------------------------------------
+// Rows of the table (see dsconfig_keys.h)
+
+typedef enum { KEY_ANY, KEY_BOOL, KEY_INT, KEY_FLOAT, KEY_TEXT, KEY_CHOICE, KEY_PAIR, KEY_WORDS, KEY_OBJECT } KeyType;
+typedef enum {
+    TREAT_HEADING, TREAT_USE, TREAT_LATER, TREAT_ALIAS, TREAT_NOTE, TREAT_REFUSE, TREAT_REFUSE_ON, TREAT_DETAIL, TREAT_SECTION, TREAT_FEATURE,
+} KeyTreatment;
+
+enum { // flags of a row
+    AUTO = 1,           // "auto" stands for the default, or for what config_resolve works out
+    NULL_OK = 2,        // null is a documented value and means "not given"; elsewhere a notice says that it does
+    FALSE_OK = 4,       // so does false
+    SAY = 8,            // whoever gives this key is told the row's text
+    V19 = 16,           // came with DeepSpeed 0.19
+    EXCLUSIVE = 32,     // an alias that must not stand beside its target, even with an equal value
+    ZERO_ABSENT = 64,   // an alias for which 0 means "not given"
+    LIST1 = 128,        // a list of one number is accepted
+    WORD_AUTO = 256,    // "auto" is an ordinary text for this key
+    WITH_ONLY = 512,    // refused, not only noted, without the optimizers that it belongs to
+    SECRET = 1024,      // the value is never shown
+    NOT_YET = 2048,     // a feature that will come
+    BOOL_OK = 4096,     // a section with an old form: true or false
+};
+
+typedef struct {
+    const char *path;
+    KeyType type;
+    KeyTreatment treatment;
+    uint32_t offset, size;  // of the field in Config; size 0 = none
+    const char *initial;    // default; "" = worked out by config_resolve, else zero
+    const char *accepts;    // range or words; an alias: its target; a section: its switch
+    const char *with;       // optimizers or schedulers that the key belongs to; "" = all
+    int flags;
+    const char *text;
+} ConfigKey;
+
+#include "dsconfig_keys.h"
+
+static_assert(sizeof config_keys / sizeof *config_keys <= CONFIG_KEY_ROOM, "raise CONFIG_KEY_ROOM");
+
+static int config_find_key(const char *path) { // row of this path, or -1
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) if (strcmp(config_keys[i].path, path) == 0) return i;
+    return -1;
+}
+
+static bool config_has_word(const char *words, const char *word) { // words are separated by blanks
+    size_t n = strlen(word);
+    for (const char *at = words; n > 0 && (at = strstr(at, word)); at += n)
+        if ((at == words || at[-1] == ' ') && (at[n] == ' ' || at[n] == 0)) return true;
+    return false;
+}
+
+static char config_lower(char c) { return c >= 'A' && c <= 'Z' ? (char)(c + 32) : c; } // of ASCII, in every locale
+static bool config_same_word(const char *a, const char *b) { // but for the letter case
+    for (; *a && config_lower(*a) == config_lower(*b); a++) b++;
+    return config_lower(*a) == config_lower(*b);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The report: everything that is to be said about a configuration
+
+typedef enum {
+    CONFIG_PROBLEM,  // refused
+    CONFIG_UNBUILT,  // correct, but "not built yet": refused as well
+    CONFIG_NOTICE,   // accepted without the effect that the user may expect; --strict refuses it
+    CONFIG_INFO,     // a choice that the program made
+    CONFIG_KINDS
+} ConfigMessageKind;
+
+typedef struct {
+    ConfigMessageKind kind;
+    char *text;
+} ConfigMessage;
+
+#define CONFIG_MESSAGES_MAX 1000 // kept; the others are only counted
+
+typedef struct {
+    ConfigMessage *message;
+    int count, room;
+    int64_t of[CONFIG_KINDS]; // messages of each kind, those not kept included
+} ConfigReport;
+
+static void config_report_free(ConfigReport *report) {
+    for (int i = 0; i < report->count; i++) free(report->message[i].text);
+    free(report->message);
+    memset(report, 0, sizeof *report);
+}
+
+static int64_t config_refusals(const ConfigReport *report) { return report->of[CONFIG_PROBLEM] + report->of[CONFIG_UNBUILT]; }
+
+typedef struct {
+    Config *config;
+    ConfigReport *report;
+    const Json *json;
+    const char *source;   // file name, escaped
+    bool command_line;    // json is an override
+    bool strict;          // notices are problems
+    uint8_t *visits;      // of each node of json
+    const ConfigKey *sorted[CONFIG_KEY_ROOM]; // by path
+    int suggestions_left; // looking for similar keys takes time: not for thousands of them
+    bool foreign;         // a run file of another trainer, said once
+    bool said_python, said_quotes, said_version;
+} ConfigReader;
+
+PRINTF_LIKE(6, 7) static void config_say(ConfigReader *r, ConfigMessageKind kind, int line, const char *key, const char *value, const char *format, ...) {
+    ConfigReport *report = r->report;
+    char text[1600], shown_key[200], place[32] = "";
+    if (kind == CONFIG_NOTICE && r->strict) kind = CONFIG_PROBLEM;
+    if (report->of[kind]++ >= CONFIG_MESSAGES_MAX || report->count >= 4 * CONFIG_MESSAGES_MAX) return;
+    if (line > 0) snprintf(place, sizeof place, ":%d", line);
+    int n = snprintf(text, sizeof text, "%.400s%s: ", line < 0 ? "command line" : r->source, place);
+    if (key[0]) n += snprintf(text + n, sizeof text - (size_t)n, "%s%s%.120s: ", text_escape(shown_key, sizeof shown_key, key, strlen(key)), value[0] ? " = " : "", value);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text + n, sizeof text - (size_t)n, format, args);
+    va_end(args);
+    if (report->count == report->room) {
+        report->room = report->room ? report->room * 2 : 16;
+        report->message = (ConfigMessage *)realloc(report->message, (size_t)report->room * sizeof *report->message);
+        CHECK(report->message, "out of host memory for %d messages", report->room);
+    }
+    ConfigMessage *m = &report->message[report->count++];
+    m->kind = kind;
+    m->text = strdup(text);
+    CHECK(m->text, "out of host memory for message %d", report->count);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Values
+
+// A value as the file has it, shortened, for a message.
+static const char *config_show_node(const Json *j, int node, char *dst, size_t room) {
+    const JsonNode *n = &j->node[node];
+    switch (n->type) {
+    case JSON_OBJECT: snprintf(dst, room, "{...}"); break;
+    case JSON_ARRAY: snprintf(dst, room, "[...]"); break;
+    case JSON_STRING:
+        text_escape(dst + 1, room - 2, json_text(j, node), (size_t)n->length);
+        dst[0] = '"';
+        strcat(dst, "\"");
+        break;
+    default: text_escape(dst, room, json_text(j, node), (size_t)n->length);
+    }
+    return dst;
+}
+
+static void config_format_double(char *dst, size_t room, double x) { // the shortest decimal that reads back the same
+    locale_t c = newlocale(LC_ALL_MASK, "C", (locale_t)0), old = uselocale(c);
+    for (int digits = 1; digits <= 17; digits++) {
+        snprintf(dst, room, "%.*g", digits, x);
+        if (strtod(dst, NULL) == x) break;
+    }
+    uselocale(old);
+    freelocale(c);
+}
+
+// Word number `index` of "a=b|c", its first spelling.
+static void config_word_at(const char *words, int index, char *dst, size_t room) {
+    for (; index > 0 && *words; index--) { words += strcspn(words, "|"); words += *words == '|'; }
+    snprintf(dst, room, "%.*s", (int)strcspn(words, "=|"), words);
+}
+
+static int config_word_index(const char *words, const char *word) { // in any letter case and spelling; -1 = none of them
+    size_t n = strlen(word);
+    for (int index = 0; *words; index++) {
+        for (;;) {
+            size_t length = strcspn(words, "=|"), k = 0;
+            while (k < length && k < n && config_lower(words[k]) == config_lower(word[k])) k++;
+            if (k == length && k == n) return index;
+            words += length;
+            if (*words != '=') break;
+            words++;
+        }
+        if (*words == '|') words++;
+    }
+    return -1;
+}
+
+// The value in force of a row with a field, in a form that config_parse reads back as an override.
+static const char *config_show_field(const Config *config, const ConfigKey *k, char *dst, size_t room) {
+    const char *p = (const char *)config + k->offset;
+    char a[40], b[40];
+    size_t used = 0;
+    dst[0] = 0;
+    switch (k->type) {
+    case KEY_BOOL: snprintf(dst, room, "%s", *(const bool *)p ? "true" : "false"); break;
+    case KEY_INT: snprintf(dst, room, "%" PRId64, *(const int64_t *)p); break;
+    case KEY_FLOAT: config_format_double(dst, room, *(const double *)p); break;
+    case KEY_PAIR:
+        config_format_double(a, sizeof a, ((const double *)p)[0]);
+        config_format_double(b, sizeof b, ((const double *)p)[1]);
+        snprintf(dst, room, "[%s, %s]", a, b);
+        break;
+    case KEY_CHOICE: config_word_at(k->accepts, k->size == 1 ? *(const bool *)p : *(const int32_t *)p, dst, room); break;
+    case KEY_WORDS:
+        used = (size_t)snprintf(dst, room, "[");
+        for (int i = 0; i < 32; i++) {
+            if (!(*(const uint32_t *)p >> i & 1)) continue;
+            config_word_at(k->accepts, i, a, sizeof a);
+            used += (size_t)snprintf(dst + used, room - used, "%s\"%s\"", used > 1 ? ", " : "", a);
+        }
+        snprintf(dst + used, room - used, "]");
+        break;
+    case KEY_TEXT: // quotes and backslashes inside are escaped, the rest is what a terminal can show
+        dst[used++] = '"';
+        for (const char *s = p; *s && used + 8 < room; s++) {
+            if (*s == '"' || *s == '\\') dst[used++] = '\\';
+            if ((unsigned char)*s < 0x20 || *s == 0x7f) used += (size_t)snprintf(dst + used, room - used, "\\u%04x", (unsigned)*s);
+            else dst[used++] = *s;
+        }
+        dst[used++] = '"';
+        dst[used] = 0;
+        break;
+    default: break;
+    }
+    return dst;
+}
+
+static const char *config_type_name(const ConfigKey *k) {
+    switch (k->type) {
+    case KEY_BOOL: return "true or false";
+    case KEY_INT: return "a whole number";
+    case KEY_FLOAT: return "a number";
+    case KEY_TEXT: return "a text";
+    case KEY_CHOICE: return "a word";
+    case KEY_PAIR: return "a list of two numbers";
+    case KEY_WORDS: return "a list of words";
+    case KEY_OBJECT: return "an object {...}";
+    default: return "any value";
+    }
+}
+
+// Whether x is in a range such as "0<..", "0..3" or "0..<1"; `why` gets the rule otherwise.
+static bool config_in_range(const char *range, double x, char *why, size_t room) {
+    const char *dots = strstr(range, "..");
+    if (!dots) return true;
+    bool has_low = dots > range, has_high = dots[2] != 0, open_low = has_low && dots[-1] == '<', open_high = dots[2] == '<';
+    double low = has_low ? strtod(range, NULL) : 0, high = has_high ? strtod(dots + 2 + open_high, NULL) : 0; // digits only: no locale matters
+    bool good = (!has_low || (open_low ? x > low : x >= low)) && (!has_high || (open_high ? x < high : x <= high));
+    if (good) return true;
+    size_t n = (size_t)snprintf(why, room, "must be");
+    if (has_low) n += (size_t)snprintf(why + n, room - n, open_low ? " above %g" : " at least %g", low);
+    if (has_high) n += (size_t)snprintf(why + n, room - n, "%s%s%.10g", has_low ? " and" : "", open_high ? " below " : " at most ", high);
+    snprintf(why + n, room - n, "; give such a number");
+    return false;
+}
+
+#define CONFIG_VALUE_MAX CONFIG_PATH_MAX // bytes of the largest field
+
+static bool config_number(const ConfigReader *r, int node, const char **text, const char **remark) { // a number, quoted or not
+    const JsonNode *n = &r->json->node[node];
+    *text = json_text(r->json, node);
+    if (n->type == JSON_STRING && json_number_valid(*text, n->length)) { *remark = "a number in quotes"; return true; }
+    return n->type == JSON_NUMBER;
+}
+
+// Reads a node as row k wants it into value[], in the form of the field. False with a reason in why. `remark` is set when the form
+// was tolerated only.
+static bool config_convert(const ConfigReader *r, const ConfigKey *k, int node, char *value, char *why, size_t room, const char **remark) {
+    const Json *j = r->json;
+    const JsonNode *n = &j->node[node];
+    const char *text = json_text(j, node);
+    char words[200];
+    if (n->type == JSON_ARRAY && (k->flags & LIST1)) {
+        if (n->count != 1) { snprintf(why, room, "is a list of %d numbers; there is one group of weights here: give one number", n->count); return false; }
+        node = n->first;
+        n = &j->node[node];
+    }
+    switch (k->type) {
+    case KEY_BOOL: {
+        bool yes = n->type == JSON_STRING && config_same_word(text, "true"), no = n->type == JSON_STRING && config_same_word(text, "false");
+        int64_t number = -1;
+        if (n->type == JSON_NUMBER && json_to_i64(text, n->length, &number) == JSON_WHOLE && (number == 0 || number == 1)) { yes = number == 1; no = !yes; }
+        if (n->type != JSON_BOOL && !yes && !no) break;
+        if (n->type != JSON_BOOL) *remark = n->type == JSON_STRING ? "a boolean in quotes" : "a number as a boolean";
+        *(bool *)value = n->type == JSON_BOOL ? n->truth : yes;
+        return true;
+    }
+    case KEY_INT: {
+        int64_t whole;
+        if (!config_number(r, node, &text, remark)) break;
+        JsonWhole kind = json_to_i64(text, n->length, &whole);
+        double x;
+        bool finite = json_to_double(text, &x);
+        if (kind == JSON_FRACTION) {
+            if (fabs(x) < 1e15) snprintf(why, room, "is not a whole number; give %.0f or %.0f", floor(x), floor(x) + 1);
+            else snprintf(why, room, "is not a whole number; give one");
+            return false;
+        }
+        if (kind == JSON_TOO_LARGE || !finite) { snprintf(why, room, "does not fit into 64 bits; give a number below 9.2e18"); return false; }
+        *(int64_t *)value = whole;
+        return config_in_range(k->accepts, (double)whole, why, room);
+    }
+    case KEY_FLOAT:
+        if (!config_number(r, node, &text, remark)) break;
+        if (!json_to_double(text, (double *)value)) { snprintf(why, room, "is not finite as a 64-bit number; give a smaller one"); return false; }
+        return config_in_range(k->accepts, *(double *)value, why, room);
+    case KEY_PAIR: {
+        if (n->type != JSON_ARRAY) break;
+        if (n->count != 2) { snprintf(why, room, "is a list of %d; give a list of two numbers", n->count); return false; }
+        int element = n->first;
+        for (int i = 0; i < 2; i++, element = j->node[element].next) {
+            double *x = (double *)value + i;
+            if (!config_number(r, element, &text, remark)) { snprintf(why, room, "holds %s; give a list of two numbers", json_type_name(j->node[element].type)); return false; }
+            if (!json_to_double(text, x)) { snprintf(why, room, "holds a number that is not finite; give a smaller one"); return false; }
+            if (!config_in_range(k->accepts, *x, why, room)) return false;
+        }
+        return true;
+    }
+    case KEY_TEXT:
+        if (n->type != JSON_STRING && !(r->command_line && (n->type == JSON_NUMBER || n->type == JSON_BOOL))) break; // there quotes are rare
+        if (memchr(text, 0, (size_t)n->length)) { snprintf(why, room, "holds a zero byte; remove it"); return false; }
+        if (n->length >= (int32_t)(k->size ? k->size : CONFIG_PATH_MAX)) { snprintf(why, room, "is longer than %u bytes; shorten it", (unsigned)(k->size ? k->size : CONFIG_PATH_MAX) - 1); return false; }
+        memset(value, 0, k->size);
+        memcpy(value, text, (size_t)n->length + 1);
+        return true;
+    case KEY_CHOICE: {
+        if (n->type != JSON_STRING && !r->command_line) break;
+        int index = memchr(text, 0, (size_t)n->length) ? -1 : config_word_index(k->accepts, text);
+        if (index < 0) {
+            size_t used = 0;
+            for (const char *at = k->accepts; *at && used < sizeof words - 32; at += strcspn(at, "|"), at += *at == '|')
+                used += (size_t)snprintf(words + used, sizeof words - used, "%s%.*s", used ? ", " : "", (int)strcspn(at, "=|"), at);
+            snprintf(why, room, "is not one of the words of this key; give %s%s", strchr(k->accepts, '|') ? "one of " : "", words);
+            return false;
+        }
+        if (k->size == 1) *(bool *)value = index;
+        else *(int32_t *)value = index;
+        return true;
+    }
+    case KEY_WORDS:
+        if (n->type != JSON_ARRAY) break;
+        *(uint32_t *)value = 0;
+        for (int element = n->first; element >= 0; element = j->node[element].next) {
+            int index = j->node[element].type == JSON_STRING ? config_word_index(k->accepts, json_text(j, element)) : -1;
+            if (index < 0) { snprintf(why, room, "holds something else than %s; remove that", k->accepts); return false; }
+            *(uint32_t *)value |= 1u << index;
+        }
+        return true;
+    case KEY_OBJECT:
+        if (n->type == JSON_OBJECT) return true;
+        break;
+    case KEY_ANY: return true;
+    }
+    snprintf(why, room, "is %s, but this key takes %s; give that", json_type_name(n->type), config_type_name(k));
+    return false;
+}
+
+// The value of a row's `initial`, in the form of the field.
+static void config_initial(const ConfigKey *k, char *value) {
+    char quoted[CONFIG_NAME_MAX], why[128];
+    const char *remark = NULL;
+    memset(value, 0, k->size ? k->size : sizeof(double));
+    if (!k->initial[0]) return;
+    snprintf(quoted, sizeof quoted, k->type == KEY_TEXT || k->type == KEY_CHOICE ? "\"%s\"" : "%s", k->initial);
+    Json j;
+    ConfigReader reader = {};
+    reader.json = &j;
+    CHECK(json_parse(&j, quoted, (int64_t)strlen(quoted), JSON_STRICT) && config_convert(&reader, k, 0, value, why, sizeof why, &remark), "default %s of %s", k->initial, k->path);
+    json_free(&j);
+}
+
+static void config_set_initial(Config *config, const ConfigKey *k) {
+    char value[CONFIG_VALUE_MAX];
+    config_initial(k, value);
+    memcpy((char *)config + k->offset, value, k->size);
+}
+
+static int config_index(const ConfigKey *k) { return (int)(k - config_keys); }
+
+// Whether the user gave this key ("auto" and null do not count).
+static bool config_given(const Config *config, const char *path) {
+    int i = config_find_key(path);
+    CHECK(i >= 0, "no row for %s", path);
+    return config->key[i].origin == ORIGIN_FILE || config->key[i].origin == ORIGIN_COMMAND_LINE;
+}
+
+// Says something about a key that has a field, where the user gave it and with the value in force.
+PRINTF_LIKE(4, 5) static void config_say_key(ConfigReader *r, ConfigMessageKind kind, const char *path, const char *format, ...) {
+    int i = config_find_key(path);
+    CHECK(i >= 0, "no row for %s", path);
+    ConfigKeyState *state = &r->config->key[i];
+    char value[CONFIG_PATH_MAX + 16], text[1200];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    bool has_value = config_keys[i].size > 0 && !(config_keys[i].type == KEY_TEXT && !((const char *)r->config)[config_keys[i].offset]);
+    if (kind == CONFIG_PROBLEM) state->refused = true;
+    config_say(r, kind, state->origin == ORIGIN_COMMAND_LINE ? -1 : state->line, path, has_value ? config_show_field(r->config, &config_keys[i], value, sizeof value) : "", "%s", text);
+}
+
+static void config_derive(ConfigReader *r, const char *path, ConfigOrigin origin) { // notes that config_resolve set the field
+    int i = config_find_key(path);
+    CHECK(i >= 0, "no row for %s", path);
+    ConfigKeyState *state = &r->config->key[i];
+    if (state->origin != ORIGIN_AUTO) state->origin = (uint8_t)origin;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Unknown keys: what may have been meant
+
+#define CONFIG_WORD_MAX 48
+
+// Damerau-Levenshtein distance (insert, delete, replace, swap two neighbours), in its restricted form: no part is edited twice.
+static int config_distance(const char *a, const char *b) {
+    int row[3][CONFIG_WORD_MAX + 1], n = (int)strlen(a), m = (int)strlen(b);
+    if (n > CONFIG_WORD_MAX || m > CONFIG_WORD_MAX) return CONFIG_WORD_MAX;
+    for (int j = 0; j <= m; j++) row[0][j] = j;
+    for (int i = 1; i <= n; i++) {
+        int *now = row[i % 3], *last = row[(i + 2) % 3], *before = row[(i + 1) % 3];
+        now[0] = i;
+        for (int j = 1; j <= m; j++) {
+            int best = last[j - 1] + (a[i - 1] != b[j - 1]);
+            if (last[j] + 1 < best) best = last[j] + 1;
+            if (now[j - 1] + 1 < best) best = now[j - 1] + 1;
+            if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] && before[j - 2] + 1 < best) best = before[j - 2] + 1;
+            now[j] = best;
+        }
+    }
+    return row[n % 3][m];
+}
+
+// Folds what people mix up: letter case, blanks at the ends, '-' for '_', plural, the stage3_ prefix.
+static void config_fold(char *dst, const char *src) {
+    while (*src == ' ') src++;
+    size_t n = 0;
+    for (; *src && n < CONFIG_WORD_MAX; src++) dst[n++] = *src == '-' || *src == ' ' ? '_' : config_lower(*src);
+    while (n > 0 && dst[n - 1] == '_') n--;
+    if (n > 3 && dst[n - 1] == 's') n--;
+    dst[n] = 0;
+    if (strncmp(dst, "stage3_", 7) == 0) memmove(dst, dst + 7, strlen(dst + 7) + 1);
+}
+
+// Up to three keys that resemble `word` in section `prefix` ("" or "a.b."), as a question; "" if there is none.
+static void config_suggest(const char *prefix, const char *word, char *dst, size_t room) {
+    const ConfigKey *best[3];
+    int score[3], count = 0;
+    char folded[CONFIG_WORD_MAX + 1], other[CONFIG_WORD_MAX + 1];
+    size_t length = strlen(prefix), word_length = strlen(word);
+    int limit = word_length / 3 > 2 ? (int)(word_length / 3) : 2;
+    if (limit >= (int)word_length) limit = (int)word_length - 1;
+    config_fold(folded, word);
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
+        const ConfigKey *k = &config_keys[i];
+        if (k->treatment == TREAT_HEADING || k->treatment == TREAT_REFUSE || strchr(k->path, '*')) continue;
+        const char *dot = strrchr(k->path, '.'), *last = dot ? dot + 1 : k->path;
+        bool here = strncmp(k->path, prefix, length) == 0 && k->path + length == last;
+        config_fold(other, last);
+        int s = 1000;
+        if (here && strcmp(folded, other) == 0) s = 0;
+        else if (strcmp(last, word) == 0) s = 1;
+        else if (here && config_distance(folded, other) <= limit) s = 2 + config_distance(folded, other);
+        else if (strcmp(folded, other) == 0) s = 50;
+        if (s == 1000) continue;
+        int at = count < 3 ? count++ : 3;
+        while (at > 0 && s < score[at - 1]) {
+            if (at < 3) { best[at] = best[at - 1]; score[at] = score[at - 1]; }
+            at--;
+        }
+        if (at < 3) { best[at] = k; score[at] = s; }
+    }
+    size_t n = 0;
+    dst[0] = 0;
+    for (int i = 0; i < count; i++) {
+        if (i > 0 && score[i] > score[0] + 2) break; // far behind the first
+        n += (size_t)snprintf(dst + n, room - n, "%s\"%s\"", i ? ", " : "did you mean ", best[i]->path);
+    }
+    if (count) snprintf(dst + n, room - n, "%s", "?");
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The walk over the nodes
+
+static int config_compare_path(const void *a, const void *b) { return strcmp((*(const ConfigKey *const *)a)->path, (*(const ConfigKey *const *)b)->path); }
+
+static const ConfigKey *config_look_up(const ConfigReader *r, const char *path) {
+    ConfigKey wanted = {};
+    wanted.path = path;
+    const ConfigKey *p = &wanted;
+    const ConfigKey *const *found = (const ConfigKey *const *)bsearch(&p, r->sorted, CONFIG_KEY_COUNT, sizeof *r->sorted, config_compare_path);
+    return found ? *found : NULL;
+}
+
+static int config_line(const ConfigReader *r, int node) { return r->command_line ? -1 : r->json->node[node].line; }
+
+// The path of a node as the user wrote it.
+static const char *config_node_path(const ConfigReader *r, int node, char *dst, size_t room) {
+    int chain[JSON_DEPTH + 1], n = 0;
+    for (int i = node; i > 0 && n <= JSON_DEPTH; i = r->json->node[i].parent) chain[n++] = i;
+    size_t used = 0;
+    dst[0] = 0;
+    while (n > 0 && used + 1 < room) {
+        int i = chain[--n];
+        if (r->json->node[i].key < 0) continue; // an element of a list goes by the name of the list
+        if (used) dst[used++] = '.';
+        text_escape(dst + used, room - used, json_key(r->json, i), (size_t)r->json->node[i].key_length);
+        used += strlen(dst + used);
+        if (room - used < 8) break;
+    }
+    return dst;
+}
+
+PRINTF_LIKE(4, 5) static void config_say_node(ConfigReader *r, ConfigMessageKind kind, int node, const char *format, ...) {
+    char path[300], value[100], text[1000];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    config_say(r, kind, config_line(r, node), config_node_path(r, node, path, sizeof path), config_show_node(r->json, node, value, sizeof value), "%s", text);
+}
+
+// Counts the visit of a node and reports what is wrong with its form. False: there is no value to be used.
+static bool config_visit(ConfigReader *r, int node) {
+    const JsonNode *n = &r->json->node[node];
+    char text[256];
+    r->visits[node]++;
+    if (n->twin >= 0) {
+        config_say_node(r, CONFIG_PROBLEM, node, "the key is already on line %d; keep one of them", r->json->node[n->twin].line);
+        return false;
+    }
+    if (n->fault) config_say_node(r, CONFIG_PROBLEM, node, "%s", json_fault_text(r->json, node, text, sizeof text));
+    if (n->type == JSON_BAD) return false;
+    const char *dollar = n->type == JSON_STRING ? strstr(json_text(r->json, node), "${") : NULL;
+    if (dollar && strchr(dollar, '}')) {
+        config_say_node(r, CONFIG_PROBLEM, node, "looks like a template whose variables were not filled in, and variables of the environment are not read; put the value itself here");
+        return false;
+    }
+    if (r->command_line) return true;
+    if (n->remark == JSON_REMARK_PYTHON && !r->said_python) {
+        r->said_python = true;
+        config_say_node(r, CONFIG_NOTICE, node, "Python's spelling; taken as the true, false or null of JSON here and in the rest of the file");
+    }
+    if (n->remark == JSON_REMARK_QUOTES && !r->said_quotes) {
+        r->said_quotes = true;
+        config_say_node(r, CONFIG_NOTICE, node, "single quotes; taken as the double quotes of JSON here and in the rest of the file");
+    }
+    return true;
+}
+
+static void config_swallow(ConfigReader *r, int node) { // a node whose contents have no rows
+    if (!config_visit(r, node)) { // nothing below is worth a word either
+        for (int i = node + 1; i < r->json->count && r->json->node[i].parent >= node; i++) r->visits[i]++;
+        return;
+    }
+    for (int c = r->json->node[node].first; c >= 0; c = r->json->node[c].next) config_swallow(r, c);
+}
+
+static bool config_is_comment(const Json *j, int node) { return json_key(j, node)[0] == '_' || strcmp(json_key(j, node), "comment") == 0; }
+
+static bool config_is_on(const Json *j, int node) { // of a switch
+    const JsonNode *n = &j->node[node];
+    if (n->type == JSON_BOOL) return n->truth;
+    if (n->type == JSON_NULL) return false;
+    const char *text = json_text(j, node);
+    if (n->type == JSON_STRING) return !config_same_word(text, "false") && !config_same_word(text, "auto");
+    int64_t number;
+    return !(n->type == JSON_NUMBER && json_to_i64(text, n->length, &number) == JSON_WHOLE && number == 0);
+}
+
+static int config_any_enabled(const Json *j, int node) { // the first "enabled" below that is on, or -1
+    for (int c = j->node[node].first; c >= 0; c = j->node[c].next) {
+        if (strcmp(json_key(j, c), "enabled") == 0 && config_is_on(j, c)) return c;
+        int found = config_any_enabled(j, c);
+        if (found >= 0) return found;
+    }
+    return -1;
+}
+
+// A section that is refused as a whole when it is on.
+static void config_feature(ConfigReader *r, const ConfigKey *k, int node) {
+    const Json *j = r->json;
+    const JsonNode *n = &j->node[node];
+    int on = -1; // the node that switches it on
+    bool off = n->type == JSON_NULL || (n->type == JSON_BOOL && !n->truth);
+    if (off) on = -1;
+    else if (n->type != JSON_OBJECT || k->accepts[0] == 0) on = node;
+    else if (strcmp(k->accepts, "*") == 0) on = config_any_enabled(j, node);
+    else {
+        int child = json_find(j, node, k->accepts);
+        if (strcmp(k->accepts, "mode") == 0) on = child < 0 ? node : strcmp(json_text(j, child), "dense") == 0 && j->node[child].type == JSON_STRING ? -1 : child;
+        else if (child >= 0 && config_is_on(j, child)) on = child;
+    }
+    if (on < 0) config_say_node(r, CONFIG_NOTICE, node, "is off; nothing in it has an effect (%s)", k->text);
+    else if (k->flags & NOT_YET) config_say_node(r, CONFIG_UNBUILT, on, "not built yet (%s); remove the section, or switch it off", k->text);
+    else config_say_node(r, CONFIG_PROBLEM, on, "is not part of this program (%s); remove the section%s", k->text, strcmp(k->accepts, "enabled") == 0 ? ", or set \"enabled\" to false" : "");
+    for (int c = n->first; c >= 0; c = j->node[c].next) config_swallow(r, c);
+}
+
+// Stores the value of a node in the field of row k. `alias`: the row of the spelling that was used, if it was another.
+static void config_store(ConfigReader *r, const ConfigKey *k, const ConfigKey *alias, int node) {
+    char value[CONFIG_VALUE_MAX] = {}, why[320];
+    const char *remark = NULL;
+    ConfigKeyState *state = &r->config->key[config_index(k)];
+    if (!config_convert(r, k, node, value, why, sizeof why, &remark)) {
+        state->refused = true;
+        config_say_node(r, CONFIG_PROBLEM, node, "%s", why);
+        return;
+    }
+    if (remark && !r->command_line) config_say_node(r, CONFIG_NOTICE, node, "%s; accepted", remark);
+    if (k->treatment == TREAT_REFUSE_ON) {
+        char inert[CONFIG_VALUE_MAX];
+        config_initial(k, inert);
+        if (memcmp(value, inert, k->type == KEY_BOOL ? 1 : 8) != 0) config_say_node(r, CONFIG_PROBLEM, node, "%s", k->text);
+        else config_say_node(r, CONFIG_NOTICE, node, "has no effect: it is off here in any case");
+    }
+    if (k->treatment == TREAT_NOTE) config_say_node(r, CONFIG_NOTICE, node, "has no effect: %s", k->text);
+    if (!k->size) return;
+    if (alias && (alias->flags & ZERO_ABSENT) && *(int64_t *)value == 0) return;
+    char *field = (char *)r->config + k->offset;
+    ConfigOrigin origin = r->command_line ? ORIGIN_COMMAND_LINE : ORIGIN_FILE;
+    if (state->origin == origin && !r->command_line) { // the same key under another spelling
+        if (memcmp(field, value, k->size) != 0) config_say_node(r, CONFIG_PROBLEM, node, "differs from the same setting on line %d (%s); keep one of them", state->line, k->path);
+        else config_say_node(r, CONFIG_NOTICE, node, "repeats the setting on line %d (%s)", state->line, k->path);
+        return;
+    }
+    if (state->origin == origin) config_say_node(r, CONFIG_INFO, node, "given more than once; the last one counts");
+    memcpy(field, value, k->size);
+    *state = {(uint8_t)origin, alias != NULL, false, r->command_line ? 0 : r->json->node[node].line};
+    if (alias && (alias->flags & SAY)) config_say_node(r, CONFIG_NOTICE, node, "taken as %s (%s)", k->path, alias->text);
+    if (k->flags & SAY) config_say_node(r, CONFIG_NOTICE, node, "%s", k->text);
+}
+
+static void config_walk(ConfigReader *r, int object, const char *section);
+
+static void config_section(ConfigReader *r, const ConfigKey *k, int node) {
+    const Json *j = r->json;
+    const JsonNode *n = &j->node[node];
+    if (n->type == JSON_BOOL && (k->flags & BOOL_OK)) { // the old form of zero_optimization
+        int stage = config_find_key("zero_optimization.stage");
+        r->config->zero.stage = n->truth;
+        r->config->key[stage] = {(uint8_t)(r->command_line ? ORIGIN_COMMAND_LINE : ORIGIN_FILE), true, false, r->command_line ? 0 : n->line};
+        config_say_node(r, CONFIG_NOTICE, node, "the old form; taken as {\"stage\": %d}", n->truth);
+        return;
+    }
+    if (n->type == JSON_NULL) {
+        if (!(k->flags & NULL_OK)) config_say_node(r, CONFIG_NOTICE, node, "null counts as not given");
+        return;
+    }
+    if (n->type != JSON_OBJECT) {
+        config_say_node(r, CONFIG_PROBLEM, node, "is %s, but this section is an object; write {...}", json_type_name(n->type));
+        for (int c = n->first; c >= 0; c = j->node[c].next) config_swallow(r, c);
+        return;
+    }
+    if (k->flags & SAY) config_say_node(r, CONFIG_NOTICE, node, "taken as %s (%s)", k->path, k->text);
+    if (k->accepts[0] && !r->command_line) {
+        int on = json_find(j, node, k->accepts);
+        if ((on < 0 || !config_is_on(j, on)) && n->count > (on >= 0)) config_say_node(r, CONFIG_NOTICE, node, "is off; its other keys have no effect (%s)", k->text);
+    }
+    config_walk(r, node, k->path);
+}
+
+// One member of an object. `path` is its key in the words of the table.
+static void config_member(ConfigReader *r, int node, const char *path, const char *prefix) {
+    const Json *j = r->json;
+    const JsonNode *n = &j->node[node];
+    const ConfigKey *k = config_look_up(r, path), *alias = NULL;
+    char wildcard[260];
+    if (!k) {
+        snprintf(wildcard, sizeof wildcard, "%s*", prefix);
+        k = config_look_up(r, wildcard);
+    }
+    if (r->foreign && prefix[0] == 0 && (!k || (k->treatment == TREAT_REFUSE && strchr(k->path, '-')))) { // already said for all of them
+        config_swallow(r, node);
+        return;
+    }
+    if (!k) {
+        char help[600] = "";
+        if (r->suggestions_left-- > 0) config_suggest(prefix, json_key(j, node), help, sizeof help);
+        config_say_node(r, CONFIG_PROBLEM, node, "is no key%s; %s", prefix[0] ? " of this section" : "", help[0] ? help : "remove it (--help-config lists all keys)");
+        config_swallow(r, node);
+        return;
+    }
+    if (k->treatment == TREAT_REFUSE) {
+        config_say_node(r, CONFIG_PROBLEM, node, "%s", k->text);
+        config_swallow(r, node);
+        return;
+    }
+    if (!config_visit(r, node)) {
+        for (int c = n->first; c >= 0; c = j->node[c].next) config_swallow(r, c);
+        if (k->size) r->config->key[config_index(k)].refused = true;
+        return;
+    }
+    if ((k->flags & V19) && !r->said_version) {
+        r->said_version = true;
+        config_say_node(r, CONFIG_INFO, node, "a key of DeepSpeed 0.19, which older versions do not know");
+    }
+    if (k->treatment == TREAT_ALIAS) {
+        const char *dot = strrchr(k->accepts, '.');
+        int both = (k->flags & EXCLUSIVE) ? json_find(j, n->parent, dot ? dot + 1 : k->accepts) : -1;
+        if (both >= 0) {
+            config_say_node(r, CONFIG_PROBLEM, node, "is another spelling of %s on line %d; keep one of them", k->accepts, j->node[both].line);
+            for (int c = n->first; c >= 0; c = j->node[c].next) config_swallow(r, c);
+            return;
+        }
+        alias = k;
+        k = config_look_up(r, k->accepts);
+        CHECK(k, "alias %s has no target", alias->path);
+    }
+    int flags = k->flags | (alias ? alias->flags : 0);
+    if (k->treatment == TREAT_FEATURE) config_feature(r, k, node);
+    else if (k->treatment == TREAT_SECTION) {
+        if (alias && (alias->flags & SAY)) config_say_node(r, CONFIG_NOTICE, node, "taken as %s (%s)", k->path, alias->text);
+        config_section(r, k, node);
+    } else if (n->type == JSON_NULL || ((flags & FALSE_OK) && n->type == JSON_BOOL && !n->truth)) {
+        if (r->command_line && k->size) { // takes back what the file says
+            config_set_initial(r->config, k);
+            r->config->key[config_index(k)] = {};
+        }
+        if (!(flags & NULL_OK)) config_say_node(r, CONFIG_NOTICE, node, "null counts as not given");
+        else if (k->treatment == TREAT_NOTE) config_say_node(r, CONFIG_NOTICE, node, "has no effect: %s", k->text);
+    } else if (n->type == JSON_STRING && strcmp(json_text(j, node), "auto") == 0 && k->type != KEY_ANY && !(flags & WORD_AUTO)) {
+        if (!(flags & AUTO)) {
+            config_say_node(r, CONFIG_PROBLEM, node, "\"auto\" has no meaning for this key; give a value, or remove the key");
+            r->config->key[config_index(k)].refused = true;
+        } else if (k->treatment == TREAT_NOTE) config_say_node(r, CONFIG_NOTICE, node, "has no effect: %s", k->text);
+        else if (k->size && !(alias && r->config->key[config_index(k)].origin == ORIGIN_FILE)) {
+            config_set_initial(r->config, k);
+            r->config->key[config_index(k)] = {ORIGIN_AUTO, alias != NULL, false, r->command_line ? 0 : n->line};
+        }
+    } else if (k->treatment == TREAT_NOTE && k->type == KEY_ANY) {
+        int enabled = json_find(j, node, "enabled");
+        char place[100];
+        bool off = enabled >= 0 && !config_is_on(j, enabled);
+        const char *said = off ? "it is off" : k->text;
+        if (flags & SECRET) config_say(r, CONFIG_NOTICE, config_line(r, node), config_node_path(r, node, place, sizeof place), "", "has no effect: %s", said);
+        else config_say_node(r, CONFIG_NOTICE, node, "has no effect: %s", said);
+        for (int c = n->first; c >= 0; c = j->node[c].next) config_swallow(r, c);
+        return;
+    } else config_store(r, k, alias, node);
+    if (k->treatment != TREAT_SECTION && k->treatment != TREAT_FEATURE) for (int c = n->first; c >= 0; c = j->node[c].next) config_swallow(r, c);
+}
+
+static void config_walk(ConfigReader *r, int object, const char *section) {
+    const Json *j = r->json;
+    char prefix[256], path[256];
+    snprintf(prefix, sizeof prefix, "%s%s", section, section[0] ? "." : "");
+    for (int c = j->node[object].first; c >= 0; c = j->node[c].next) {
+        const JsonNode *n = &j->node[c];
+        if (config_is_comment(j, c)) {
+            r->visits[c]++;
+            for (int i = c + 1; i < j->count && j->node[i].parent >= c; i++) r->visits[i]++;
+            continue;
+        }
+        int length = snprintf(path, sizeof path, "%s%.*s", prefix, n->key_length, json_key(j, c));
+        bool fits = length < (int)sizeof path && !memchr(json_key(j, c), 0, (size_t)n->key_length) && !strchr(json_key(j, c), '.') && !strchr(json_key(j, c), '*');
+        config_member(r, c, fits ? path : "?", prefix);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The batch triangle: train = micro x accumulation x D, where D = world / (tensor x pipeline x sequence)
+
+typedef struct {
+    int64_t world, tensor, pipeline, sequence;
+    int64_t train, micro, accumulation; // 0 = not given
+} BatchTriangle;
+
+// Solves for what is 0. Returns null and fills the rest, with D in *data, or returns the key to blame, with a reason in `why`.
+// micro_default is taken where neither total nor micro is given.
+static const char *config_solve_batch(const BatchTriangle *given, int64_t micro_default, BatchTriangle *solved, int64_t *data, char *why, size_t room) {
+    static const char *const train_key = "train_batch_size", *const micro_key = "train_micro_batch_size_per_gpu", *const accumulation_key = "gradient_accumulation_steps";
+    int64_t degrees, D, product;
+    *solved = *given;
+    *data = 1;
+    bool huge = __builtin_mul_overflow(given->tensor, given->pipeline, &degrees) || __builtin_mul_overflow(degrees, given->sequence, &degrees);
+    if (huge || given->world % degrees != 0) {
+        size_t n = (size_t)snprintf(why, room, "%" PRId64 " rank%s cannot be divided into tensor %" PRId64 " x pipeline %" PRId64 " x sequence %" PRId64 "; the product of the degrees must be a divisor of %" PRId64 ":", given->world,
+                                    given->world == 1 ? "" : "s", given->tensor, given->pipeline, given->sequence, given->world);
+        for (int64_t d = 1, listed = 0; d <= given->world && listed < 12; d++)
+            if (given->world % d == 0 && n + 24 < room) { n += (size_t)snprintf(why + n, room - n, "%s %" PRId64, listed ? "," : "", d); listed++; }
+        return given->tensor > 1 ? "tensor_model_parallel_size" : given->pipeline > 1 ? "pipeline_model_parallel_size" : "sequence_parallel_size";
+    }
+    D = *data = given->world / degrees;
+    int64_t train = given->train, micro = given->micro, accumulation = given->accumulation;
+    if (train == 0) {
+        if (accumulation == 0) accumulation = 1;
+        if (micro == 0) micro = micro_default;
+    } else if (micro == 0 && accumulation == 0) accumulation = 1;
+    if (train == 0) {
+        if (__builtin_mul_overflow(micro, accumulation, &product) || __builtin_mul_overflow(product, D, &train)) {
+            snprintf(why, room, "%" PRId64 " x %" PRId64 " x %" PRId64 " data-parallel ranks does not fit into 64 bits; lower it", micro, accumulation, D);
+            return micro_key;
+        }
+    } else if (micro != 0 && accumulation != 0) {
+        if (__builtin_mul_overflow(micro, accumulation, &product) || __builtin_mul_overflow(product, D, &product)) product = 0;
+        if (product != train) {
+            snprintf(why, room, "is not train_micro_batch_size_per_gpu %" PRId64 " x gradient_accumulation_steps %" PRId64 " x %" PRId64 " data-parallel rank%s (%" PRId64 " / tensor %" PRId64 " / pipeline %" PRId64 " / sequence %" PRId64
+                     ") = %" PRId64 "; set it to %" PRId64 ", or remove one of the three keys (or say \"auto\") to have it worked out", micro, accumulation, D, D == 1 ? "" : "s", given->world, given->tensor, given->pipeline, given->sequence, product, product);
+            return train_key;
+        }
+    } else {
+        int64_t known = micro ? micro : accumulation, unit;
+        if (__builtin_mul_overflow(known, D, &unit)) unit = INT64_MAX;
+        int64_t below = train / unit * unit, above;
+        if (train % unit != 0) {
+            if (__builtin_add_overflow(below, unit, &above)) above = 0;
+            size_t n = (size_t)snprintf(why, room, "cannot be divided by %s %" PRId64 " x %" PRId64 " data-parallel rank%s (%" PRId64 " / tensor %" PRId64 " / pipeline %" PRId64 " / sequence %" PRId64 ") = %" PRId64 "; the nearest values that can:",
+                                        micro ? micro_key : accumulation_key, known, D, D == 1 ? "" : "s", given->world, given->tensor, given->pipeline, given->sequence, unit);
+            if (below) n += (size_t)snprintf(why + n, room - n, " %" PRId64 "%s", below, above ? " and" : "");
+            if (above) snprintf(why + n, room - n, " %" PRId64, above);
+            return train_key;
+        }
+        if (micro) accumulation = train / unit;
+        else micro = train / unit;
+    }
+    solved->train = train;
+    solved->micro = micro;
+    solved->accumulation = accumulation;
+    return NULL;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Resolution: what was left open, and what only several keys together can tell
+
+typedef struct {
+    const char *name;
+    int64_t n_layer, n_head, n_embd, n_positions;
+} ConfigPreset;
+
+// Radford et al. 2019, and table 2.1 of Brown et al. 2020 with the three corrections that others made too, where heads x head size is
+// not the width: 1.3B has 16 heads of 128, 760M 16 of 96, and 13B is 5120 wide.
+static const ConfigPreset config_presets[] = {
+    {"gpt2-124M", 12, 12, 768, 1024},  {"gpt2-355M", 24, 16, 1024, 1024}, {"gpt2-774M", 36, 20, 1280, 1024}, {"gpt2-1558M", 48, 25, 1600, 1024},
+    {"gpt3-125M", 12, 12, 768, 2048},  {"gpt3-350M", 24, 16, 1024, 2048}, {"gpt3-760M", 24, 16, 1536, 2048}, {"gpt3-1.3B", 24, 16, 2048, 2048},
+    {"gpt3-2.7B", 32, 32, 2560, 2048}, {"gpt3-6.7B", 32, 32, 4096, 2048}, {"gpt3-13B", 40, 40, 5120, 2048},  {"gpt3-175B", 96, 96, 12288, 2048},
+};
+static const ConfigPreset config_small_model = {"", 4, 4, 256, 256}; // when nobody says anything: learns on a laptop
+
+#define MODEL_KEY(name) "train_gpt.model." name
+#define RUN_KEY(name) "train_gpt.run." name
+#define SCHEDULER_KEY(name) "scheduler.params." name
+#define ZERO_KEY(name) "zero_optimization." name
+
+static bool config_refused(const Config *c, const char *path) { return c->key[config_find_key(path)].refused; }
+
+// Neither given, nor left to the program, nor given in a form that was refused already.
+static bool config_missing(const Config *c, const char *path) {
+    const ConfigKeyState *state = &c->key[config_find_key(path)];
+    return !config_given(c, path) && state->origin != ORIGIN_AUTO && !state->refused;
+}
+
+static void config_resolve_model(ConfigReader *r) {
+    Config *c = r->config;
+    ModelConfig *m = &c->model;
+    const ConfigPreset *p = NULL;
+    bool sized = config_given(c, MODEL_KEY("n_layer")) || config_given(c, MODEL_KEY("n_head")) || config_given(c, MODEL_KEY("n_embd"));
+    if (m->preset[0]) {
+        for (size_t i = 0; i < sizeof config_presets / sizeof *config_presets; i++) if (config_same_word(m->preset, config_presets[i].name)) p = &config_presets[i];
+        if (!p) config_say_key(r, CONFIG_PROBLEM, MODEL_KEY("preset"), "is no preset; give %s", config_keys[config_find_key(MODEL_KEY("preset"))].text);
+        if (m->init_from[0]) config_say_key(r, CONFIG_PROBLEM, MODEL_KEY("preset"), "stands beside train_gpt.model.init_from, which tells the shape already; remove one of them");
+    } else if (!m->init_from[0] && !sized) {
+        p = &config_small_model;
+        config_say(r, CONFIG_INFO, 0, "", "", "no model is given: a small GPT-2 of %" PRId64 " layers, %" PRId64 " heads, width %" PRId64 "; set train_gpt.model.preset, .init_from or .n_layer, .n_head and .n_embd", p->n_layer, p->n_head, p->n_embd);
+    } else if (!m->init_from[0]) {
+        static const char *const shape[] = {MODEL_KEY("n_layer"), MODEL_KEY("n_head"), MODEL_KEY("n_embd")};
+        for (int i = 0; i < 3; i++) if (config_missing(c, shape[i])) config_say_key(r, CONFIG_PROBLEM, shape[i], "is missing; a shape needs n_layer, n_head and n_embd, or a preset");
+    }
+    if (p) {
+        const struct { const char *key; int64_t *field, value; } fill[] = {
+            {MODEL_KEY("n_layer"), &m->n_layer, p->n_layer}, {MODEL_KEY("n_head"), &m->n_head, p->n_head}, {MODEL_KEY("n_embd"), &m->n_embd, p->n_embd}, {MODEL_KEY("n_positions"), &m->n_positions, p->n_positions},
+        };
+        for (size_t i = 0; i < sizeof fill / sizeof *fill; i++) { // what the user says beats the preset
+            if (*fill[i].field == 0) { *fill[i].field = fill[i].value; config_derive(r, fill[i].key, ORIGIN_PRESET); }
+            else if (m->preset[0] && *fill[i].field != fill[i].value) config_say_key(r, CONFIG_INFO, fill[i].key, "instead of the %" PRId64 " of preset %s", fill[i].value, p->name);
+        }
+        if (!m->preset[0] && !config_given(c, MODEL_KEY("n_positions")) && c->run.seq_len) m->n_positions = c->run.seq_len;
+    }
+    if (m->init_from[0]) return; // its config.json tells what is still open
+    size_t length = strlen(c->data.train);
+    bool bytes = length == 0 || (length > 4 && strcmp(c->data.train + length - 4, ".txt") == 0);
+    if (m->n_positions == 0) { m->n_positions = c->run.seq_len ? c->run.seq_len : 1024; config_derive(r, MODEL_KEY("n_positions"), ORIGIN_DERIVED); }
+    if (m->vocab_size == 0) { m->vocab_size = bytes && !m->preset[0] ? 256 : 50257; config_derive(r, MODEL_KEY("vocab_size"), m->preset[0] ? ORIGIN_PRESET : ORIGIN_DERIVED); }
+    if (m->n_inner == 0 && m->n_embd) { m->n_inner = 4 * m->n_embd; config_derive(r, MODEL_KEY("n_inner"), ORIGIN_DERIVED); }
+    if (c->run.seq_len == 0) { c->run.seq_len = m->n_positions; config_derive(r, RUN_KEY("seq_len"), ORIGIN_DERIVED); }
+    if (c->run.seq_len > m->n_positions) config_say_key(r, CONFIG_PROBLEM, RUN_KEY("seq_len"), "is more than the model's %" PRId64 " positions; lower it, or raise train_gpt.model.n_positions", m->n_positions);
+    if (m->n_head && m->n_embd % m->n_head != 0) config_say_key(r, CONFIG_PROBLEM, MODEL_KEY("n_embd"), "cannot be divided by n_head = %" PRId64 "; change one of them", m->n_head);
+    if (c->batch.vocabulary_size && c->batch.vocabulary_size != m->vocab_size) {
+        if (!config_given(c, MODEL_KEY("vocab_size")) && !m->preset[0]) m->vocab_size = c->batch.vocabulary_size;
+        else config_say_key(r, CONFIG_PROBLEM, "vocabulary_size", "is not train_gpt.model.vocab_size = %" PRId64 "; make them equal, or remove one", m->vocab_size);
+    }
+}
+
+static void config_resolve_parallel(ConfigReader *r) {
+    Config *c = r->config;
+    ParallelConfig *p = &c->parallel;
+    const ModelConfig *m = &c->model;
+    if (c->compat.sequence_parallel && !config_given(c, "sequence_parallel_size")) {
+        int64_t ranks = c->world / max_i64(1, p->pipeline), T = c->run.seq_len;
+        p->sequence = p->tensor > 1 ? p->tensor : 1;
+        if (p->tensor == 1) for (int64_t d = 1; d <= ranks; d++) if (ranks % d == 0 && m->n_head % d == 0 && T % d == 0) p->sequence = d;
+        if (p->tensor > 1 && c->world % (p->tensor * p->pipeline * p->sequence) != 0) p->sequence = 1; // the tensor ranks share the sequence between them
+        config_derive(r, "sequence_parallel_size", ORIGIN_DERIVED);
+        config_say_key(r, CONFIG_INFO, "sequence_parallel.enabled", "without a degree: sequence_parallel_size = %" PRId64, p->sequence);
+    }
+    bool interleaved = p->pipeline_schedule == PIPELINE_INTERLEAVED && p->pipeline > 1;
+    if (p->virtual_pipeline == 0) { p->virtual_pipeline = interleaved ? 2 : 1; config_derive(r, "virtual_pipeline_model_parallel_size", ORIGIN_DERIVED); }
+    else if (!interleaved && p->virtual_pipeline != 1) {
+        config_say_key(r, CONFIG_NOTICE, "virtual_pipeline_model_parallel_size", "has no effect: it belongs to pipeline_schedule Interleaved with more than one stage");
+        p->virtual_pipeline = 1;
+    }
+    BatchConfig *b = &c->batch;
+    if (config_refused(c, "train_batch_size") || config_refused(c, "train_micro_batch_size_per_gpu") || config_refused(c, "gradient_accumulation_steps")) return;
+    BatchTriangle given = {c->world, p->tensor, p->pipeline, p->sequence, b->train_batch_size, b->train_micro_batch_size_per_gpu, b->gradient_accumulation_steps}, solved;
+    char why[800];
+    int64_t D;
+    const char *blame = config_solve_batch(&given, 4, &solved, &D, why, sizeof why);
+    if (blame) {
+        config_say_key(r, CONFIG_PROBLEM, blame, "%s", why);
+        if (strncmp(blame, "train_", 6) != 0) r->config->key[config_find_key(blame)].refused = false; // "not built yet" is worth saying too
+        return;
+    }
+    if (given.train == 0 && given.micro == 0)
+        config_say_key(r, CONFIG_NOTICE, "train_micro_batch_size_per_gpu", "is not given, nor is train_batch_size: %" PRId64 " samples a rank, so %" PRId64 " an update", solved.micro, solved.train);
+    b->train_batch_size = solved.train;
+    b->train_micro_batch_size_per_gpu = solved.micro;
+    b->gradient_accumulation_steps = solved.accumulation;
+    if (given.train == 0) config_derive(r, "train_batch_size", ORIGIN_DERIVED);
+    if (given.micro == 0) config_derive(r, "train_micro_batch_size_per_gpu", ORIGIN_DERIVED);
+    if (given.accumulation == 0) config_derive(r, "gradient_accumulation_steps", ORIGIN_DERIVED);
+    if (config_given(c, "data_parallel_size") && p->data != D)
+        config_say_key(r, CONFIG_PROBLEM, "data_parallel_size", "is not %" PRId64 " ranks / (tensor %" PRId64 " x pipeline %" PRId64 " x sequence %" PRId64 ") = %" PRId64 "; remove the key, or correct a degree", c->world, p->tensor, p->pipeline, p->sequence, D);
+    else if (!config_given(c, "data_parallel_size")) { p->data = D; config_derive(r, "data_parallel_size", ORIGIN_DERIVED); }
+    if (interleaved && solved.accumulation % p->pipeline != 0)
+        config_say_key(r, CONFIG_PROBLEM, "gradient_accumulation_steps", "must be a multiple of the %" PRId64 " stages with pipeline_schedule Interleaved; the next one is %" PRId64, p->pipeline, round_up(solved.accumulation, p->pipeline));
+    else if (p->pipeline > 1 && solved.accumulation < p->pipeline)
+        config_say_key(r, CONFIG_NOTICE, "gradient_accumulation_steps", "is less than the %" PRId64 " stages: %.0f %% of the time is idle (the bubble is (p-1)/(m+p-1))", p->pipeline, 100.0 * (double)(p->pipeline - 1) / (double)(solved.accumulation + p->pipeline - 1));
+    if (m->n_layer && p->pipeline > 1 && m->n_layer < p->pipeline * p->virtual_pipeline)
+        config_say_key(r, CONFIG_PROBLEM, "pipeline_model_parallel_size", "x %" PRId64 " chunks is more than the model's %" PRId64 " layers; lower it", p->virtual_pipeline, m->n_layer);
+    const struct { const char *key, *what; int64_t degree, size; } split[] = {
+        {"tensor_model_parallel_size", "heads", p->tensor, m->n_head}, {"tensor_model_parallel_size", "channels", p->tensor, m->n_embd}, {"tensor_model_parallel_size", "channels inside the MLP", p->tensor, m->n_inner},
+        {"sequence_parallel_size", "heads", p->sequence, m->n_head}, {"sequence_parallel_size", "tokens of a sample", p->sequence, c->run.seq_len},
+    };
+    for (size_t i = 0; i < sizeof split / sizeof *split; i++)
+        if (split[i].size % split[i].degree != 0) config_say_key(r, CONFIG_PROBLEM, split[i].key, "does not divide the model's %" PRId64 " %s; choose a divisor", split[i].size, split[i].what);
+}
+
+static void config_resolve_precision(ConfigReader *r) {
+    Config *c = r->config;
+    bool fp16_auto = c->key[config_find_key("fp16.enabled")].origin == ORIGIN_AUTO, bf16_auto = c->key[config_find_key("bf16.enabled")].origin == ORIGIN_AUTO;
+    if (c->fp16.enabled && c->bf16.enabled) config_say_key(r, CONFIG_PROBLEM, "fp16.enabled", "bf16.enabled is true as well; keep one of them (bf16 on GPUs of compute capability 8.0 and newer)");
+    if (bf16_auto && !c->fp16.enabled) c->bf16.enabled = true;
+    else if (fp16_auto && !c->bf16.enabled) c->fp16.enabled = true;
+    c->precision_is_auto = fp16_auto && bf16_auto;
+    c->dtype = c->bf16.enabled ? DTYPE_BF16 : c->fp16.enabled ? DTYPE_FP16 : DTYPE_FP32;
+    if (fp16_auto || bf16_auto) config_say(r, CONFIG_INFO, 0, "", "", "precision \"auto\": %s", dtype_name(c->dtype));
+    const struct { const char *key; DType value; } copies[] = {
+        {"data_types.param_dtype", c->compat.param_dtype}, {"data_types.buffer_dtype", c->compat.buffer_dtype}, {"tensor_parallel.dtype", c->compat.tensor_parallel_dtype},
+    };
+    for (size_t i = 0; i < sizeof copies / sizeof *copies; i++) {
+        if (!config_given(c, copies[i].key)) continue;
+        if (copies[i].value == c->dtype) config_say_key(r, CONFIG_NOTICE, copies[i].key, "has no effect: fp16 and bf16 say the same");
+        else config_say_key(r, CONFIG_PROBLEM, copies[i].key, "fp16 and bf16 say %s; remove the key, or make them agree", dtype_name(c->dtype));
+    }
+    if (c->fp16.min_loss_scale == 0 && config_given(c, "fp16.min_loss_scale")) config_say_key(r, CONFIG_NOTICE, "fp16.min_loss_scale", "no floor: overflows never end the run");
+    if (c->compat.bf16_optimizer_states && !c->compat.bf16_master_weights_and_grads) config_say_key(r, CONFIG_PROBLEM, "bf16.bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads; remove it");
+}
+
+// Keys with a `with` column that the optimizer or scheduler of that name does not know.
+static void config_check_with(ConfigReader *r, const char *prefix, const char *name) {
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
+        const ConfigKey *k = &config_keys[i];
+        if (!k->with[0] || strncmp(k->path, prefix, strlen(prefix)) != 0 || !config_given(r->config, k->path) || config_has_word(k->with, name)) continue;
+        if (k->flags & WITH_ONLY) config_say_key(r, CONFIG_PROBLEM, k->path, "belongs to %s, but the optimizer is %s; remove it", k->with, name);
+        else config_say_key(r, CONFIG_NOTICE, k->path, "has no effect: %s does not use it", name);
+        config_set_initial(r->config, k);
+    }
+}
+
+// A tag names a folder of checkpoints, so it must not lead anywhere else.
+static bool config_tag_valid(const char *tag) {
+    size_t n = strspn(tag, "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-");
+    return n > 0 && tag[n] == 0 && n < CONFIG_NAME_MAX && tag[0] != '.' && tag[0] != '-';
+}
+
+static const char *config_optimizer_name(OptimizerType type) { return type == OPTIMIZER_LION ? "Lion" : type == OPTIMIZER_SGD ? "SGD" : "AdamW"; }
+static const char *config_scheduler_name(ScheduleType type) {
+    static const char *const name[] = {"", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest", ""};
+    return name[type];
+}
+
+static void config_resolve_optimizer(ConfigReader *r) {
+    Config *c = r->config;
+    OptimizerConfig *o = &c->optimizer;
+    o->type = OPTIMIZER_ADAMW;
+    if (config_same_word(o->name, "SGD")) o->type = OPTIMIZER_SGD;
+    else if (config_same_word(o->name, "Lion")) o->type = OPTIMIZER_LION;
+    else if (config_same_word(o->name, "AdamW")) {
+        if (!o->adam_w_mode) config_say_key(r, CONFIG_NOTICE, "optimizer.params.adam_w_mode", "has no effect with AdamW; type Adam has the other form");
+        o->adam_w_mode = true;
+    } else if (config_same_word(o->name, "Adagrad") || config_same_word(o->name, "Lamb") || config_same_word(o->name, "Muon"))
+        config_say_key(r, CONFIG_UNBUILT, "optimizer.type", "not built yet; use AdamW, Adam, SGD or Lion");
+    else if (!config_same_word(o->name, "Adam")) config_say_key(r, CONFIG_PROBLEM, "optimizer.type", "is not part of this program; use AdamW, Adam, SGD or Lion");
+    if (o->betas[0] == 0 && o->betas[1] == 0 && !config_given(c, "optimizer.params.betas")) {
+        o->betas[0] = 0.9;
+        o->betas[1] = o->type == OPTIMIZER_LION ? 0.99 : 0.999;
+        config_derive(r, "optimizer.params.betas", ORIGIN_DERIVED);
+    }
+    config_check_with(r, "optimizer.", config_optimizer_name(o->type));
+    if (o->nesterov && (o->momentum <= 0 || o->dampening != 0)) config_say_key(r, CONFIG_PROBLEM, "optimizer.params.nesterov", "needs a momentum above 0 and no dampening; set optimizer.params.momentum");
+}
+
+static void config_resolve_scheduler(ConfigReader *r) {
+    Config *c = r->config;
+    SchedulerConfig *s = &c->scheduler;
+    RunConfig *run = &c->run;
+    bool steps_given = config_given(c, RUN_KEY("steps")), cosine = s->lr_schedule;
+    s->type = SCHEDULE_CONSTANT;
+    for (int type = SCHEDULE_WARMUP_LR; type <= SCHEDULE_LR_RANGE_TEST && s->name[0]; type++) {
+        const char *name = config_scheduler_name((ScheduleType)type);
+        if (!config_same_word(s->name, name)) continue;
+        s->type = (ScheduleType)type;
+        if (strcmp(s->name, name) != 0) config_say_key(r, CONFIG_NOTICE, "scheduler.type", "taken as %s", name);
+    }
+    bool any = false;
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) any |= strncmp(config_keys[i].path, "scheduler.params.", 17) == 0 && config_keys[i].size && config_given(c, config_keys[i].path);
+    if (s->type == SCHEDULE_CONSTANT && (s->name[0] || any) && !config_refused(c, "scheduler.type")) {
+        config_say_key(r, CONFIG_PROBLEM, "scheduler.type", "%s; give one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest", s->name[0] ? "is no scheduler of this program" : "is missing");
+        return;
+    }
+    bool decays = s->type == SCHEDULE_WARMUP_DECAY_LR || s->type == SCHEDULE_WARMUP_COSINE_LR;
+    if (!steps_given) {
+        run->steps = decays && s->total_num_steps ? s->total_num_steps : 1000;
+        config_derive(r, RUN_KEY("steps"), decays && s->total_num_steps ? ORIGIN_DERIVED : ORIGIN_DEFAULT);
+    }
+    if (decays && config_missing(c, SCHEDULER_KEY("total_num_steps")))
+        config_say_key(r, CONFIG_PROBLEM, SCHEDULER_KEY("total_num_steps"), "is missing, and %s needs it; give a number, or \"auto\" for train_gpt.run.steps", config_scheduler_name(s->type));
+    if (s->total_num_steps == 0) s->total_num_steps = max_i64(1, run->steps);
+    if (decays && steps_given && s->total_num_steps != run->steps) config_say_key(r, CONFIG_NOTICE, SCHEDULER_KEY("total_num_steps"), "differs from train_gpt.run.steps = %" PRId64 ": the rate follows the former", run->steps);
+    if (decays && s->total_num_steps <= s->warmup_num_steps) config_say_key(r, CONFIG_NOTICE, SCHEDULER_KEY("total_num_steps"), "is not more than warmup_num_steps = %" PRId64 ": after the ramp the rate stays at its lower end", s->warmup_num_steps);
+    if (!config_given(c, SCHEDULER_KEY("warmup_max_lr"))) { s->warmup_max_lr = c->optimizer.lr; config_derive(r, SCHEDULER_KEY("warmup_max_lr"), ORIGIN_DERIVED); }
+    if (s->type == SCHEDULE_ONE_CYCLE) {
+        static const char *const required[] = {SCHEDULER_KEY("cycle_min_lr"), SCHEDULER_KEY("cycle_max_lr")};
+        for (int i = 0; i < 2; i++) if (config_missing(c, required[i])) config_say_key(r, CONFIG_PROBLEM, required[i], "is missing, and OneCycle needs it; give a number");
+        if (s->cycle_min_lr > s->cycle_max_lr) config_say_key(r, CONFIG_PROBLEM, required[0], "is above cycle_max_lr; exchange them");
+        if (s->cycle_momentum) config_say_key(r, CONFIG_INFO, SCHEDULER_KEY("cycle_momentum"), "cycles beta1 and sets beta2 to 0.99");
+    }
+    if (!config_given(c, SCHEDULER_KEY("cycle_second_step_size"))) { s->cycle_second_step_size = s->cycle_first_step_size; config_derive(r, SCHEDULER_KEY("cycle_second_step_size"), ORIGIN_DERIVED); }
+    if (!config_given(c, SCHEDULER_KEY("cycle_second_stair_count"))) { s->cycle_second_stair_count = s->cycle_first_stair_count; config_derive(r, SCHEDULER_KEY("cycle_second_stair_count"), ORIGIN_DERIVED); }
+    config_check_with(r, "scheduler.", config_scheduler_name(s->type));
+    if (cosine && s->type != SCHEDULE_CONSTANT) config_say_key(r, CONFIG_PROBLEM, RUN_KEY("lr_schedule"), "stands beside a scheduler (%s); remove one of them", s->name);
+    else if (cosine) s->type = SCHEDULE_COSINE;
+    static const char *const of_cosine[] = {RUN_KEY("warmup_steps"), RUN_KEY("total_steps"), RUN_KEY("final_lr_frac")};
+    for (int i = 0; i < 3; i++) if (!cosine && config_given(c, of_cosine[i])) config_say_key(r, CONFIG_NOTICE, of_cosine[i], "has no effect without train_gpt.run.lr_schedule = cosine");
+    if (s->total_steps == 0) { s->total_steps = max_i64(1, run->steps); config_derive(r, RUN_KEY("total_steps"), ORIGIN_DERIVED); }
+    if (cosine && s->warmup_steps > s->total_steps) config_say_key(r, CONFIG_NOTICE, RUN_KEY("warmup_steps"), "is more than total_steps = %" PRId64 ": the ramp is cut short", s->total_steps);
+}
+
+// One of the two offload sections. Its old form is a boolean beside it.
+static void config_resolve_offload(ConfigReader *r, OffloadConfig *o, const char *device_key, const char *old_key, bool old, const char *path_key, const char *pin_key) {
+    Config *c = r->config;
+    if (config_given(c, old_key)) {
+        if (config_given(c, device_key)) config_say_key(r, CONFIG_PROBLEM, old_key, "is the old form of %s, which is given too; keep the latter", device_key);
+        else {
+            config_say_key(r, CONFIG_NOTICE, old_key, "the old form; taken as %s = %s", device_key, old ? "cpu" : "none");
+            o->device = old ? OFFLOAD_CPU : OFFLOAD_NONE;
+            c->key[config_find_key(device_key)] = c->key[config_find_key(old_key)];
+            c->key[config_find_key(device_key)].alias = true;
+        }
+    }
+    if (config_given(c, ZERO_KEY("cpu_offload_use_pin_memory")) && !config_given(c, pin_key)) {
+        o->pin_memory = c->compat.cpu_offload_use_pin_memory;
+        config_derive(r, pin_key, ORIGIN_DERIVED);
+    }
+    if (o->device != OFFLOAD_NVME) return;
+    if (!o->nvme_path[0]) {
+        snprintf(o->nvme_path, sizeof o->nvme_path, "%.4000s/nvme", c->run.output_dir);
+        config_derive(r, path_key, ORIGIN_DERIVED);
+        config_say_key(r, CONFIG_NOTICE, device_key, "without nvme_path: the files go to train_gpt.run.output_dir, in the folder nvme");
+        return;
+    }
+    struct stat st = {};
+    int reason = stat(o->nvme_path, &st) != 0 || access(o->nvme_path, W_OK | X_OK) != 0 ? errno : S_ISDIR(st.st_mode) ? 0 : ENOTDIR;
+    if (reason) config_say_key(r, CONFIG_PROBLEM, path_key, "is no folder that can be written to (%s); make it, or name another", strerror(reason));
+}
+
+static void config_resolve_zero(ConfigReader *r) {
+    Config *c = r->config;
+    ZeroConfig *z = &c->zero;
+    const CompatConfig *o = &c->compat;
+    int64_t D = max_i64(1, c->parallel.data);
+    config_resolve_offload(r, &z->offload_param, ZERO_KEY("offload_param.device"), ZERO_KEY("cpu_offload_param"), o->cpu_offload_param, ZERO_KEY("offload_param.nvme_path"), ZERO_KEY("offload_param.pin_memory"));
+    config_resolve_offload(r, &z->offload_optimizer, ZERO_KEY("offload_optimizer.device"), ZERO_KEY("cpu_offload"), o->cpu_offload, ZERO_KEY("offload_optimizer.nvme_path"), ZERO_KEY("offload_optimizer.pin_memory"));
+    if (config_given(c, ZERO_KEY("cpu_offload_use_pin_memory"))) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("cpu_offload_use_pin_memory"), "the old form; taken as pin_memory of both offload sections");
+    if (config_refused(c, ZERO_KEY("stage"))) return; // the rest depends on it
+    bool offloads = z->offload_param.device || z->offload_optimizer.device, adam = c->optimizer.type == OPTIMIZER_ADAMW;
+    if (!config_given(c, ZERO_KEY("overlap_comm"))) { z->overlap_comm = z->stage == 3; config_derive(r, ZERO_KEY("overlap_comm"), ORIGIN_DERIVED); }
+    if (z->stage >= 1 && D == 1) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "one data-parallel rank: there is nothing to shard");
+    if (z->stage >= 2 && c->parallel.pipeline > 1)
+        config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "with a pipeline the gradients%s travel for each of the %" PRId64 " micro-batches of an update; stage 1 moves them once", z->stage == 3 ? " and weights" : "", c->batch.gradient_accumulation_steps);
+    if (c->parallel.pipeline > 1 && z->overlap_comm && config_given(c, ZERO_KEY("overlap_comm"))) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("overlap_comm"), "has no effect with a pipeline");
+    if (z->offload_param.device && z->stage < 3) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_param.device"), "needs zero_optimization.stage 3, and it is %" PRId64 " (DeepSpeed ignores the section then); set the stage to 3, or the device to none", z->stage);
+    if (z->offload_optimizer.device && z->stage == 0) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.device"), "needs zero_optimization.stage 1 to 3, and it is 0; set a stage, or the device to none");
+    else if (z->offload_optimizer.device == OFFLOAD_NVME && z->stage < 3) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.device"), "needs zero_optimization.stage 3, and it is %" PRId64 " (DeepSpeed takes cpu then); set the stage to 3, or the device to cpu", z->stage);
+    if (o->offload_ratio < 1 && z->stage < 3) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.ratio"), "needs zero_optimization.stage 3, and it is %" PRId64 "; remove it", z->stage);
+    if (z->offload_param.device && z->offload_param.buffer_count < 2) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_param.buffer_count"), "is less than the 2 that are needed; raise it to 2");
+    if (z->offload_optimizer.device && z->offload_optimizer.buffer_count < (adam ? 4 : 3))
+        config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.buffer_count"), "is less than the %d arrays of a tensor; raise it to %d", adam ? 4 : 3, adam ? 4 : 3);
+    if (z->stage >= 2 && z->reduce_scatter && z->prescale_gradients) config_say_key(r, CONFIG_PROBLEM, "prescale_gradients", "cannot be with zero_optimization.stage %" PRId64 " and reduce_scatter; remove it", z->stage);
+    if (z->stage >= 2 && z->reduce_scatter && z->gradient_predivide_factor != 1) config_say_key(r, CONFIG_PROBLEM, "gradient_predivide_factor", "cannot be with zero_optimization.stage %" PRId64 " and reduce_scatter; remove it", z->stage);
+    if (z->prescale_gradients && z->gradient_predivide_factor != 1) config_say_key(r, CONFIG_NOTICE, "gradient_predivide_factor", "has no effect with prescale_gradients");
+    if (o->zero_quantized_gradients && !z->reduce_scatter) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("zero_quantized_gradients"), "needs zero_optimization.reduce_scatter; remove one of them");
+    if ((z->stage == 1 || z->stage == 2) && z->allgather_bucket_size % 2 != 0) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("allgather_bucket_size"), "is odd; give %" PRId64, z->allgather_bucket_size - 1);
+    if (!offloads && config_given(c, ZERO_KEY("sub_group_size"))) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("sub_group_size"), "has no effect without offload");
+    for (int i = 0; i < CONFIG_KEY_COUNT && z->stage < 3; i++)
+        if (strncmp(config_keys[i].path, ZERO_KEY("stage3_"), 25) == 0 && config_keys[i].size && config_given(c, config_keys[i].path)) config_say_key(r, CONFIG_NOTICE, config_keys[i].path, "has no effect below zero_optimization.stage 3");
+    if (offloads && !config_given(c, "optimizer.type")) config_say_key(r, CONFIG_NOTICE, "optimizer.type", "is not given beside offload: AdamW on the CPU");
+    int64_t h = c->model.n_embd;
+    const struct { const char *key; int64_t *field, value; } sizes[] = { // what "auto" stands for
+        {ZERO_KEY("reduce_bucket_size"), &z->reduce_bucket_size, h * h},
+        {ZERO_KEY("stage3_prefetch_bucket_size"), &z->prefetch_bucket_size, h * h / 10 * 9 + h * h % 10 * 9 / 10},
+        {ZERO_KEY("stage3_param_persistence_threshold"), &z->param_persistence_threshold, 10 * h},
+    };
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) if (h && c->key[config_find_key(sizes[i].key)].origin == ORIGIN_AUTO) *sizes[i].field = sizes[i].value;
+}
+
+static void config_resolve_rest(ConfigReader *r) {
+    Config *c = r->config;
+    const CompatConfig *o = &c->compat;
+    CheckpointConfig *k = &c->checkpoint;
+    if (!config_given(c, "gradient_clipping")) config_say(r, CONFIG_INFO, 0, "", "", "gradient_clipping is not given: 1.0 (0 switches it off)");
+    if (k->num_checkpoints_to_keep && k->keep_n_most_recent > k->num_checkpoints_to_keep)
+        config_say_key(r, CONFIG_PROBLEM, "checkpoint.keep_n_most_recent", "is more than checkpoint.num_checkpoints_to_keep = %" PRId64 "; lower it", k->num_checkpoints_to_keep);
+    if (c->batch.vocabulary_size % 8 != 0) config_say_key(r, CONFIG_NOTICE, "vocabulary_size", "is not a multiple of 8; the buffers are padded to one");
+    if (o->partition_activations && c->parallel.tensor == 1) config_say_key(r, CONFIG_NOTICE, "activation_checkpointing.partition_activations", "one tensor-parallel rank: nothing to split");
+    if (o->flops_profiler && o->profile_step > c->run.steps) config_say_key(r, CONFIG_NOTICE, "flops_profiler.profile_step", "is beyond the last update, %" PRId64, c->run.steps);
+    if (config_given(c, "compile.passes")) {
+        bool sequence = (o->compile_passes >> 2 & 1) && c->parallel.sequence == 1, tensor = (o->compile_passes >> 3 & 1) && c->parallel.tensor == 1;
+        if (sequence || tensor) config_say_key(r, CONFIG_PROBLEM, "compile.passes", "stands for a degree that is not given; set %s", sequence ? "sequence_parallel_size" : "tensor_model_parallel_size");
+        else config_say_key(r, CONFIG_NOTICE, "compile.passes", "has no effect: the kernels are compiled already");
+    }
+    if (config_given(c, "backend")) {
+        if (config_same_word(o->backend, "nccl")) config_say_key(r, CONFIG_NOTICE, "backend", "has no effect: the build decides");
+        else config_say_key(r, CONFIG_PROBLEM, "backend", "is not a transport of this program; remove it");
+    }
+    RunConfig *run = &c->run;
+    if (!config_given(c, RUN_KEY("eval_every"))) { run->eval_every = c->data.val[0] ? 100 : 0; config_derive(r, RUN_KEY("eval_every"), ORIGIN_DERIVED); }
+    if (!run->output_dir[0]) config_say_key(r, CONFIG_PROBLEM, RUN_KEY("output_dir"), "is empty; name a folder");
+    if (!config_tag_valid(run->resume)) config_say_key(r, CONFIG_PROBLEM, RUN_KEY("resume"), "is no tag; a tag has letters, digits, '.', '_' and '-', and begins with neither '.' nor '-'");
+}
+
+static void config_refuse_unbuilt(ConfigReader *r) {
+    Config *c = r->config;
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
+        const ConfigKey *k = &config_keys[i];
+        char initial[CONFIG_VALUE_MAX];
+        if (k->treatment != TREAT_LATER || c->key[i].refused) continue;
+        config_initial(k, initial);
+        if (memcmp(initial, (const char *)c + k->offset, k->size) == 0) continue;
+        if (k->initial[0]) config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); set it to %s", k->text, k->initial);
+        else config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); remove it", k->text);
+    }
+}
+
+// Works out what is open and checks what only several keys together can tell.
+static void config_resolve(ConfigReader *r) {
+    config_resolve_model(r);
+    config_resolve_parallel(r);
+    config_resolve_precision(r);
+    config_resolve_optimizer(r);
+    config_resolve_scheduler(r);
+    config_resolve_zero(r);
+    config_resolve_rest(r);
+    config_refuse_unbuilt(r);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Reading as a whole
+
+static void config_add_quoted(char *dst, size_t room, size_t *used, const char *src, size_t length) { // as a string of JSON
+    if (*used + 6 * length + 3 >= room) return; // the text then does not parse, and that is reported
+    dst[(*used)++] = '"';
+    for (size_t i = 0; i < length; i++) {
+        unsigned char c = (unsigned char)src[i];
+        if (c < 0x20 || c == 0x7f) *used += (size_t)snprintf(dst + *used, room - *used, "\\u%04x", c);
+        else {
+            if (c == '"' || c == '\\') dst[(*used)++] = '\\';
+            dst[(*used)++] = (char)c;
+        }
+    }
+    dst[(*used)++] = '"';
+    dst[*used] = 0;
+}
+
+// Writes "a.b=value" as {"a": {"b": value}}. A value that is no JSON is a text, so that quotes are rarely needed. False with a reason.
+static bool config_override_text(const char *override, char *dst, size_t room, char *why, size_t why_room) {
+    const char *equals = strchr(override, '=');
+    size_t path_length = equals ? (size_t)(equals - override) : strlen(override), used = 0, value_length, first = strcspn(override, ".=");
+    char ours[CONFIG_NAME_MAX + 16], top[CONFIG_NAME_MAX];
+    if (!equals) { snprintf(why, why_room, "is neither an option nor an override; overrides look like run.steps=100, options begin with -- (see --help)"); return false; }
+    if (path_length == 0) { snprintf(why, why_room, "has no key before the '='; write key.path=value"); return false; }
+    if (equals[1] == 0) { snprintf(why, why_room, "has no value after the '='; give one, or null to take back what the file says"); return false; }
+    if (strlen(override) > 8192) { snprintf(why, why_room, "is longer than 8192 bytes; put it into the file"); return false; }
+    int depth = 1;
+    dst[used++] = '{';
+    snprintf(top, sizeof top, "%.*s", (int)min_i64((int64_t)first, 100), override);
+    snprintf(ours, sizeof ours, "train_gpt.%s", top);
+    if (config_find_key(top) < 0 && config_find_key(ours) >= 0) {
+        used += (size_t)snprintf(dst + used, room - used, "\"train_gpt\":{");
+        depth++;
+    }
+    for (const char *at = override;;) {
+        size_t n = strcspn(at, ".=");
+        config_add_quoted(dst, room, &used, at, n);
+        dst[used++] = ':';
+        at += n;
+        if (at >= equals) break;
+        at++;
+        if (++depth > JSON_DEPTH) { snprintf(why, why_room, "has too many parts; see --help-config for the keys"); return false; }
+        dst[used++] = '{';
+    }
+    value_length = strlen(equals + 1);
+    Json j;
+    bool plain = json_parse(&j, equals + 1, (int64_t)value_length, JSON_TOLERANT) && j.node[0].type != JSON_BAD;
+    json_free(&j);
+    if (plain) used += (size_t)snprintf(dst + used, room - used, "%s\n", equals + 1); // it may end in a comment
+    else config_add_quoted(dst, room, &used, equals + 1, value_length);
+    while (depth-- > 0) dst[used++] = '}';
+    dst[used] = 0;
+    return true;
+}
+
+// Walks over one text: the file, or an override.
+static bool config_read_text(ConfigReader *r, const char *text, int64_t length) {
+    Json j;
+    r->json = &j;
+    if (!json_parse(&j, text, length, JSON_TOLERANT)) {
+        if (r->command_line) config_say(r, CONFIG_PROBLEM, -1, "", "", "%s", j.error);
+        else if (length == 0) config_say(r, CONFIG_PROBLEM, 0, "", "", "the file is empty; write at least {}");
+        else config_say(r, CONFIG_PROBLEM, j.line, "", "", "column %d, byte %" PRId64 ": %s", j.column, j.offset, j.error);
+        return false;
+    }
+    bool object = j.node[0].type == JSON_OBJECT;
+    if (!object) config_say(r, CONFIG_PROBLEM, j.node[0].line, "", "", "the whole is %s; a configuration is an object, {...}", json_type_name(j.node[0].type));
+    else {
+        r->visits = (uint8_t *)host_alloc((size_t)j.count);
+        r->visits[0] = 1;
+        int hyphens = 0, first = -1;
+        for (int c = j.node[0].first; c >= 0; c = j.node[c].next)
+            if (strchr(json_key(&j, c), '-') && !config_is_comment(&j, c)) { if (first < 0) first = c; hyphens++; }
+        if (hyphens >= 2) {
+            r->foreign = true;
+            config_say_node(r, CONFIG_PROBLEM, first, "this is a run file of gpt-neox, of which only the DeepSpeed sections can be used here; remove the keys with hyphens, and give the model's shape in train_gpt.model");
+        }
+        config_walk(r, 0, "");
+        for (int i = 0; i < j.count; i++) CHECK(r->visits[i] == 1, "line %d: value %d was visited %d times", j.node[i].line, i, r->visits[i]);
+        free(r->visits);
+        r->visits = NULL;
+    }
+    json_free(&j);
+    return object;
+}
+
+// Reads text[0..length) (null: no file) and the overrides for a job of `world` ranks into *config, and everything that is to be said
+// into *report, which must be zeroed or freed before, and be freed after. The configuration is good if config_refusals(report) is 0.
+static void config_parse(const char *text, int64_t length, const char *name, const char *const *override, int n_overrides, int64_t world, bool strict, Config *config, ConfigReport *report) {
+    char source[400], why[300];
+    ConfigReader r = {};
+    memset(config, 0, sizeof *config);
+    r.config = config;
+    r.report = report;
+    r.strict = strict;
+    r.suggestions_left = 50;
+    r.source = text ? text_escape(source, sizeof source, name, strlen(name)) : "defaults";
+    config->world = world;
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
+        r.sorted[i] = &config_keys[i];
+        if (config_keys[i].size) config_set_initial(config, &config_keys[i]);
+    }
+    qsort(r.sorted, CONFIG_KEY_COUNT, sizeof *r.sorted, config_compare_path);
+    if (text && !config_read_text(&r, text, length)) return;
+    r.command_line = true;
+    r.foreign = false;
+    for (int i = 0; i < n_overrides; i++) {
+        char line[8192 * 6 + 1024], shown[200];
+        if (!config_override_text(override[i], line, sizeof line, why, sizeof why)) {
+            config_say(&r, CONFIG_PROBLEM, -1, text_escape(shown, sizeof shown, override[i], strlen(override[i])), "", "%s", why);
+            continue;
+        }
+        config_read_text(&r, line, (int64_t)strlen(line));
+    }
+    r.command_line = false;
+    config_resolve(&r);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// What is printed on request
+
+static const char *config_origin_text(const ConfigKeyState *state, char *dst, size_t room) {
+    static const char *const name[] = {"default", "file", "command line", "auto", "derived", "preset"};
+    size_t n = (size_t)snprintf(dst, room, "%s", name[state->origin]);
+    if (state->line) n += (size_t)snprintf(dst + n, room - n, ", line %d", state->line);
+    if (state->alias) snprintf(dst + n, room - n, ", alias");
+    return dst;
+}
+
+// Whether a row is part of the effective table: it has a value in force that means something.
+static bool config_in_table(const Config *c, int i) {
+    const ConfigKey *k = &config_keys[i];
+    if (!k->size || (k->treatment == TREAT_LATER && c->key[i].origin == ORIGIN_DEFAULT) || strncmp(k->path, "zero_optimization.cpu_offload", 29) == 0) return false;
+    if (k->with[0] && !config_has_word(k->with, strncmp(k->path, "optimizer.", 10) == 0 ? config_optimizer_name(c->optimizer.type) : config_scheduler_name(c->scheduler.type))) return false;
+    if (k->type == KEY_TEXT && !((const char *)c)[k->offset]) return false;
+    bool compat = k->offset >= offsetof(Config, compat) && k->offset < offsetof(Config, compat) + sizeof c->compat;
+    if (compat && c->key[i].origin == ORIGIN_DEFAULT) return false;
+    if (strstr(k->path, ".offload_param.") && !c->zero.offload_param.device) return false;
+    if (strstr(k->path, ".offload_optimizer.") && !c->zero.offload_optimizer.device) return false;
+    bool cosine_only = k->offset >= offsetof(Config, scheduler.warmup_steps) && k->offset < offsetof(Config, scheduler) + sizeof c->scheduler;
+    if (cosine_only && c->scheduler.type != SCHEDULE_COSINE) return false;
+    if (!c->scheduler.name[0] && strncmp(k->path, "scheduler.", 10) == 0) return false;
+    return c->key[i].origin != ORIGIN_DEFAULT || k->initial[0]; // a size that is still open is no value
+}
+
+// The effective table: "key = value  # origin". Without the origins, each line is an override that gives the same configuration.
+static void config_print_table(FILE *out, const Config *c) {
+    const char *heading = NULL;
+    char value[2 * CONFIG_PATH_MAX], origin[64];
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
+        const ConfigKey *k = &config_keys[i];
+        if (k->treatment == TREAT_HEADING) heading = k->text;
+        if (!config_in_table(c, i)) continue;
+        if (heading) fprintf(out, "# %s\n", heading);
+        heading = NULL;
+        fprintf(out, "%s = %-*s # %s\n", k->path, (int)max_i64(1, 70 - (int64_t)strlen(k->path)), config_show_field(c, k, value, sizeof value), config_origin_text(&c->key[i], origin, sizeof origin));
+    }
+}
+
+static void config_print_help(FILE *out) {
+    fprintf(out, "All keys. Values in the file are JSON; on the command line write key.path=value. \"auto\" is accepted where it says auto.\n");
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
+        const ConfigKey *k = &config_keys[i];
+        static const char *const type_name[] = {"any", "bool", "int", "float", "text", "word", "[float, float]", "[word, ...]", "object"};
+        if (k->treatment == TREAT_HEADING) { fprintf(out, "\n%s\n", k->text); continue; }
+        fprintf(out, "  %-56s ", k->path);
+        char accepts[160];
+        snprintf(accepts, sizeof accepts, "%s%s%s%s", type_name[k->type], k->accepts[0] ? " " : "", k->accepts, k->flags & AUTO ? ", auto" : "");
+        switch (k->treatment) {
+        case TREAT_USE: fprintf(out, "%s; %s%s%s%s: %s\n", accepts, k->initial[0] ? "default " : "no fixed default", k->initial, k->with[0] ? "; with " : "", k->with, k->text); break;
+        case TREAT_LATER: fprintf(out, "%s; default %s: %s [not built yet]\n", accepts, k->initial, k->text); break;
+        case TREAT_ALIAS: fprintf(out, "another spelling of %s\n", k->accepts); break;
+        case TREAT_NOTE: fprintf(out, "no effect: %s\n", k->text); break;
+        case TREAT_REFUSE: fprintf(out, "refused: %s\n", k->text); break;
+        case TREAT_REFUSE_ON: fprintf(out, "refused unless %s: %s\n", k->initial, k->text); break;
+        case TREAT_DETAIL: fprintf(out, "%s: %s\n", accepts, k->text); break;
+        case TREAT_SECTION: fprintf(out, "section: %s\n", k->text); break;
+        case TREAT_FEATURE: fprintf(out, "refused when on: %s%s\n", k->text, k->flags & NOT_YET ? " [not built yet]" : ""); break;
+        case TREAT_HEADING: break;
+        }
+    }
+}
+
+static void config_print_usage(FILE *out) {
+    fprintf(out,
+            "usage: train_gpt [-c FILE] [key.path=value ...]\n\n"
+            "  -c, --config FILE        configuration in DeepSpeed's schema; - reads standard input, base64:TEXT is the text itself\n"
+            "  --deepspeed_config FILE, --deepspeed FILE   the same, as DeepSpeed's launcher writes it\n"
+            "  key.path=value           overrides the file; the prefix train_gpt. may be left out: run.steps=100 data.train=book.txt\n"
+            "  --check-config           check everything, print the table of effective values with their origins, train nothing\n"
+            "  --world N                with --check-config: check for N ranks\n"
+            "  --help-config            print all keys\n"
+            "  --strict                 refuse keys that have no effect, instead of noting them\n"
+            "  --generate \"PROMPT\"      print a continuation of PROMPT by the newest checkpoint\n"
+            "  --export DIR             write the newest checkpoint as a Hugging Face folder\n"
+            "  --load_dir DIR           folder of checkpoints to resume from, generate with or export\n"
+            "  --load_tag TAG           one checkpoint of it instead of the newest\n"
+            "  --local_rank N           set by launchers\n"
+            "  --help, --version\n\n"
+            "Exit codes: 0 done, 2 configuration refused, 65 data, 66 checkpoint, 70 a bug here, 73 and 74 files, 76 numerics.\n");
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The command line
+
+// Fits a configuration whose precision is open to the device: bf16 needs a GPU of compute capability 8.0 (capability 80). The CPU
+// backend, capability 0, has all types. To be called once the device is known.
+static void config_fit_device(Config *c, int capability) {
+    if (c->dtype != DTYPE_BF16 || capability == 0 || capability >= 80) return;
+    if (!c->precision_is_auto) die(EXIT_CONFIG, "bf16.enabled = true: this GPU has compute capability %d.%d, and bf16 needs 8.0; use fp16.enabled", capability / 10, capability % 10);
+    c->bf16.enabled = false;
+    c->fp16.enabled = true;
+    c->dtype = DTYPE_FP16;
+    note("precision \"auto\": fp16, because this GPU has compute capability %d.%d, and bf16 needs 8.0", capability / 10, capability % 10);
+}
+
+static bool config_read_int(const char *text, int64_t low, int64_t high, int64_t *value) { // plain digits
+    int64_t v;
+    if (!text || !json_number_valid(text, (int64_t)strlen(text)) || json_to_i64(text, (int64_t)strlen(text), &v) != JSON_WHOLE || v < low || v > high) return false;
+    *value = v;
+    return true;
+}
+
+// "--name VALUE" or "--name=VALUE" at argv[*i]: stores the value, or null where it is missing, and moves *i to the last argument used.
+static bool config_option(int argc, char **argv, int *i, const char *name, const char **value) {
+    size_t n = strlen(name);
+    if (strncmp(argv[*i], name, n) != 0 || (argv[*i][n] != 0 && argv[*i][n] != '=')) return false;
+    if (argv[*i][n] == '=') *value = argv[*i] + n + 1;
+    else *value = *i + 1 < argc ? argv[++*i] : NULL;
+    return true;
+}
+
+static void config_set_path(char *dst, size_t room, const char *name, const char *value) {
+    if (!value || !value[0]) die(EXIT_CONFIG, "%s needs a value after it; see --help", name);
+    if (strlen(value) >= room) die(EXIT_CONFIG, "%s: the value is longer than %zu bytes", name, room - 1);
+    if (dst[0] && strcmp(dst, value) != 0) die(EXIT_CONFIG, "%s is given twice with different values; give it once", name);
+    snprintf(dst, room, "%s", value);
+}
+
+static char *config_read_stdin(int64_t *length) {
+    char *text = (char *)host_alloc(CONFIG_FILE_MAX + 1);
+    *length = 0;
+    for (;;) {
+        ssize_t n = read(0, text + *length, (size_t)(CONFIG_FILE_MAX + 1 - *length));
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) die(EXIT_CONFIG, "standard input: %s", strerror(errno));
+        if (n == 0) return text;
+        *length += n;
+        if (*length > CONFIG_FILE_MAX) die(EXIT_CONFIG, "standard input: more than the limit of %d bytes for a configuration", CONFIG_FILE_MAX);
+    }
+}
+
+static char *config_read_base64(const char *src, int64_t *length) { // of RFC 4648, either alphabet
+    static const char alphabet[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/-_";
+    char *text = (char *)host_alloc(strlen(src) + 1);
+    uint32_t bits = 0;
+    int held = 0;
+    *length = 0;
+    for (const char *s = src; *s && *s != '='; s++) {
+        const char *found = strchr(alphabet, *s);
+        if (!found) die(EXIT_CONFIG, "-c base64: byte %td is no base64; give the text of the file encoded by base64", s - src);
+        int64_t digit = found - alphabet;
+        bits = bits << 6 | (uint32_t)(digit < 64 ? digit : digit - 2);
+        held += 6;
+        if (held >= 8) text[(*length)++] = (char)(bits >> (held -= 8) & 0xff);
+    }
+    return text;
+}
+
+// Ranks that a launcher started, and where that is said. Without a launcher: 1.
+static int64_t config_world(const char **source) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS"};
+    bool pmi = getenv("PMI_RANK") || getenv("PMIX_RANK");
+    for (int i = 0; i < 3; i++) {
+        const char *text = getenv(names[i]);
+        int64_t world;
+        if (!text || (i == 2 && !pmi)) continue;
+        char shown[80];
+        *source = names[i];
+        if (config_read_int(text, 1, 1000000, &world)) return world;
+        note("the environment variable %s = \"%s\" is no number of ranks; ignored", names[i], text_escape(shown, sizeof shown, text, strlen(text)));
+    }
+    return 1;
+}
+
+static int64_t config_environment_rank(const char *openmpi, const char *other) {
+    int64_t rank = 0, second;
+    bool first = config_read_int(getenv(openmpi), 0, 1000000, &rank);
+    if (!config_read_int(getenv(other), 0, 1000000, &second)) return rank;
+    if (first && rank != second) die(EXIT_CONFIG, "the environment says %s = %" PRId64 ", but %s = %" PRId64 "; unset one of them", openmpi, rank, other, second);
+    return second;
+}
+
+static Config *config_load(int argc, char **argv) {
+    Config *config = (Config *)host_alloc(sizeof *config);
+    Config given = {}; // what stands on the command line
+    const char **override = (const char **)host_alloc((size_t)argc * sizeof *override), *value, *world_source = "", *file = "";
+    int n_overrides = 0;
+    bool strict = false, check = false, world_given = false;
+    int64_t world = config_world(&world_source), length = 0, local_rank = config_environment_rank("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK");
+    for (int i = 1; i < argc; i++) {
+        char shown[200];
+        text_escape(shown, sizeof shown, argv[i], strlen(argv[i]));
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) { config_print_usage(stdout); fflush(stdout); exit(EXIT_OK); }
+        else if (strcmp(argv[i], "--version") == 0) { printf("train_gpt %s\n", CONFIG_VERSION); fflush(stdout); exit(EXIT_OK); }
+        else if (strcmp(argv[i], "--help-config") == 0) { config_print_help(stdout); fflush(stdout); exit(EXIT_OK); }
+        else if (strcmp(argv[i], "--check-config") == 0) check = true;
+        else if (strcmp(argv[i], "--strict") == 0) strict = true;
+        else if (strcmp(argv[i], "--plan") == 0 || strcmp(argv[i], "--inspect") == 0) die(EXIT_CONFIG, "%s: not built yet; remove it", shown);
+        else if (strcmp(argv[i], "--deepspeed") == 0 && (i + 1 == argc || argv[i + 1][0] == '-' || strchr(argv[i + 1], '=')))
+            note("--deepspeed without a file has no effect; name the configuration after it, or with -c");
+        else if (config_option(argc, argv, &i, "-c", &value) || config_option(argc, argv, &i, "--config", &value) || config_option(argc, argv, &i, "--deepspeed_config", &value) || config_option(argc, argv, &i, "--deepspeed", &value)) {
+            if (!value || !value[0]) die(EXIT_CONFIG, "%s needs the name of a configuration file after it; see --help", shown);
+            if (file[0] && strcmp(file, value) != 0) die(EXIT_CONFIG, "%s: a configuration file is named already; name one", shown);
+            file = value;
+        }
+        else if (config_option(argc, argv, &i, "--generate", &value)) {
+            if (!value) die(EXIT_CONFIG, "--generate needs a prompt after it; it may be empty: \"\"");
+            if (strlen(value) >= sizeof given.generate_prompt) die(EXIT_CONFIG, "--generate: the prompt is longer than %zu bytes; shorten it", sizeof given.generate_prompt - 1);
+            given.generate = true;
+            snprintf(given.generate_prompt, sizeof given.generate_prompt, "%s", value);
+        }
+        else if (config_option(argc, argv, &i, "--export", &value)) config_set_path(given.export_dir, sizeof given.export_dir, "--export", value);
+        else if (config_option(argc, argv, &i, "--load_dir", &value)) config_set_path(given.load_dir, sizeof given.load_dir, "--load_dir", value);
+        else if (config_option(argc, argv, &i, "--load_tag", &value)) {
+            config_set_path(given.load_tag, sizeof given.load_tag, "--load_tag", value);
+            if (!config_tag_valid(given.load_tag)) die(EXIT_CONFIG, "--load_tag: a tag has letters, digits, '.', '_' and '-', and begins with neither '.' nor '-'");
+        }
+        else if (config_option(argc, argv, &i, "--local_rank", &value) || config_option(argc, argv, &i, "--local-rank", &value)) {
+            if (!config_read_int(value, 0, 1000000, &local_rank)) die(EXIT_CONFIG, "%s: --local_rank needs a number after it", shown);
+        }
+        else if (config_option(argc, argv, &i, "--world", &value)) {
+            if (!config_read_int(value, 1, 1000000, &world)) die(EXIT_CONFIG, "%s: --world needs a number of ranks after it, 1 to 1000000", shown);
+            world_given = true;
+        }
+        else if (argv[i][0] == '-') die(EXIT_CONFIG, "%s is no option; see --help", shown);
+        else override[n_overrides++] = argv[i];
+    }
+    if (world_given && !check) die(EXIT_CONFIG, "--world belongs to --check-config; start the ranks with a launcher, such as mpirun");
+    if (given.generate && given.export_dir[0]) die(EXIT_CONFIG, "--generate and --export cannot be in one run; give one of them");
+
+    char *text = NULL, why[200], shown[400];
+    const char *name = file;
+    if (strcmp(file, "-") == 0) { text = config_read_stdin(&length); name = "standard input"; }
+    else if (strncmp(file, "base64:", 7) == 0) { text = config_read_base64(file + 7, &length); name = "base64"; }
+    else if (file[0]) {
+        text = file_read_all(file, true, CONFIG_FILE_MAX, &length, why, sizeof why);
+        if (!text) die(EXIT_CONFIG, "%s: %s; name a configuration file after -c", text_escape(shown, sizeof shown, file, strlen(file)), why);
+    }
+    ConfigReport report = {};
+    config_parse(text, length, name, override, n_overrides, world, strict, config, &report);
+    free(text);
+    snprintf(config->file, sizeof config->file, "%.*s", (int)sizeof config->file - 1, file);
+    memcpy(config->generate_prompt, given.generate_prompt, sizeof given.generate_prompt);
+    memcpy(config->export_dir, given.export_dir, sizeof given.export_dir);
+    memcpy(config->load_dir, given.load_dir, sizeof given.load_dir);
+    memcpy(config->load_tag, given.load_tag, sizeof given.load_tag);
+    config->generate = given.generate;
+    config->local_rank = local_rank;
+
+    ConfigReader environment = {};
+    environment.report = &report;
+    environment.source = "environment";
+    int64_t minutes;
+    const char *timeout = getenv("DEEPSPEED_TIMEOUT");
+    if (world > 1 && !world_given) {
+        snprintf(shown, sizeof shown, "%" PRId64, world);
+        config_say(&environment, CONFIG_UNBUILT, 0, world_source, shown, "not built yet (this build runs one rank, and the launcher started %" PRId64 "); start one process", world);
+    }
+    if (timeout && !config_given(config, "zero_optimization.timeout")) {
+        if (config_read_int(timeout, 1, 1000000, &minutes)) {
+            config->zero.timeout = 60 * minutes;
+            config->key[config_find_key("zero_optimization.timeout")].origin = ORIGIN_DERIVED;
+        } else note("the environment variable DEEPSPEED_TIMEOUT = \"%s\" is no number of minutes; ignored", text_escape(shown, sizeof shown, timeout, strlen(timeout)));
+    }
+    // Every rank comes to the same verdict; one of them tells it.
+    bool speaks = config_environment_rank("OMPI_COMM_WORLD_RANK", "RANK") == 0, refused = config_refusals(&report) > 0;
+    for (int i = 0; i < report.count && speaks; i++) {
+        bool refusal = report.message[i].kind == CONFIG_PROBLEM || report.message[i].kind == CONFIG_UNBUILT;
+        if (refusal) fprintf(stderr, "%s\n", report.message[i].text);
+        else if (!refused) note("%s", report.message[i].text);
+    }
+    if (refused) {
+        int64_t shown_refusals = 0;
+        for (int i = 0; i < report.count; i++) shown_refusals += report.message[i].kind == CONFIG_PROBLEM || report.message[i].kind == CONFIG_UNBUILT;
+        if (speaks && shown_refusals < config_refusals(&report)) fprintf(stderr, "%" PRId64 " more problems are not listed\n", config_refusals(&report) - shown_refusals);
+        fflush(stderr);
+        _exit(EXIT_CONFIG);
+    }
+    config_report_free(&report);
+    free(override);
+    if (check || config->dump_state) config_print_table(stdout, config);
+    if (check) { fflush(stdout); exit(EXIT_OK); }
+    return config;
+}
