@@ -1,0 +1,219 @@
+// bench_kernels.cpp - how long each kernel takes at the sizes of GPT-2 124M, and what a training step adds up to.
+// Built and run by scripts/bench_kernels.sh. Data are random (zeros would run faster), tensors are larger than the cache,
+// times are medians between events. Rates count what the mathematics needs: causal attention as half of the square, five
+// products backward; memory as each operand read or written once.
+#include "../kernels/kernels.h"
+
+typedef struct {
+    int64_t B, T, C, NH, L, V, Vp, N;
+    DType act;
+    Stream stream;
+    int repeats;
+    double step_ms;                       // sum of what was measured, times how often a step does it
+    Tensor x, y, dx, narrow;              // (B,T,C)
+    Tensor qkv, dqkv, wide, gelu;         // (B,T,3C), (B,T,4C)
+    Tensor logits, losses, lse, mean, rstd;
+    Tensor wte, wpe, w, vector;           // w: the largest weight of a block, (4C,C)
+    Tensor dw, dvector, dwpe;             // fp32
+    Tensor param, master, grad, m, v;     // flat, as many as the model has
+    int32_t *tokens;
+    double *sum;
+} Bench;
+
+// ---------------------------------------------------------------------------------------------------------------
+// Memory, filled with random numbers
+
+enum { POOL = 1 << 20 };
+
+static void fill_random(const Bench *b, Tensor t, double mean, double deviation) {
+    static float values[POOL];
+    uint8_t *bytes = (uint8_t *)host_alloc((size_t)(POOL * dtype_bytes(t.dtype)));
+    for (int64_t i = 0; i < POOL; i++) values[i] = (float)(mean + deviation * rng_normal(1, (uint64_t)(uintptr_t)t.data, (uint64_t)i));
+    for (int64_t i = 0; i < POOL; i++) dtype_store(bytes, t.dtype, i, values[i]);
+    const int64_t total = tensor_bytes(t), piece = POOL * dtype_bytes(t.dtype);
+    device_copy(t.data, bytes, min_i64(piece, total), COPY_TO_DEVICE, b->stream);
+    for (int64_t done = piece; done < total; done *= 2) device_copy((char *)t.data + done, t.data, min_i64(done, total - done), COPY_ON_DEVICE, b->stream);
+    stream_sync(b->stream);
+    free(bytes);
+}
+
+static Tensor random_tensor(const Bench *b, DType t, int64_t r0, int64_t r1, int64_t columns, double mean, double deviation) {
+    Tensor x = tensor3(NULL, t, r0, r1, columns);
+    x.data = device_malloc(tensor_bytes(x));
+    fill_random(b, x, mean, deviation);
+    return x;
+}
+
+static void bench_init(Bench *b, int64_t B, int64_t T) {
+    memset(b, 0, sizeof *b);
+    b->B = B; b->T = T; b->C = 768; b->NH = 12; b->L = 12; b->V = 50257; b->Vp = 50304; b->N = B * T;
+    b->act = DTYPE_BF16;
+    b->repeats = 20;
+    b->stream = stream_create();
+    const int64_t C = b->C, parameters = 124475904;
+    b->x = random_tensor(b, b->act, B, T, C, 0, 1);
+    b->y = random_tensor(b, b->act, B, T, C, 0, 1);
+    b->dx = random_tensor(b, b->act, B, T, C, 0, 0.01);
+    b->narrow = random_tensor(b, b->act, B, T, C, 0, 0.01);
+    b->qkv = random_tensor(b, b->act, B, T, 3 * C, 0, 1);
+    b->dqkv = random_tensor(b, b->act, B, T, 3 * C, 0, 0.01);
+    b->wide = random_tensor(b, b->act, B, T, 4 * C, 0, 1);
+    b->gelu = random_tensor(b, b->act, B, T, 4 * C, 0, 1);
+    b->logits = random_tensor(b, b->act, B, T, b->Vp, 0, 1);
+    b->losses = random_tensor(b, DTYPE_FP32, 1, 1, b->N, 0, 1);
+    b->lse = random_tensor(b, DTYPE_FP32, B, b->NH, T, 0, 1);
+    b->mean = random_tensor(b, DTYPE_FP32, 1, 1, b->N, 0, 0.1);
+    b->rstd = random_tensor(b, DTYPE_FP32, 1, 1, b->N, 1, 0.01);
+    b->wte = random_tensor(b, b->act, 1, b->Vp, C, 0, 0.02);
+    b->wpe = random_tensor(b, b->act, 1, T, C, 0, 0.02);
+    b->w = random_tensor(b, b->act, 1, 4 * C, C, 0, 0.02);
+    b->vector = random_tensor(b, b->act, 1, 1, 4 * C, 1, 0.02);
+    b->dw = random_tensor(b, DTYPE_FP32, 1, b->Vp, C, 0, 0.02);
+    b->dvector = random_tensor(b, DTYPE_FP32, 1, 1, 4 * C, 0, 0.02);
+    b->dwpe = random_tensor(b, DTYPE_FP32, 1, T, C, 0, 0.02);
+    b->param = random_tensor(b, b->act, 1, 1, parameters, 0, 0.02);
+    b->master = random_tensor(b, DTYPE_FP32, 1, 1, parameters, 0, 0.02);
+    b->grad = random_tensor(b, DTYPE_FP32, 1, 1, parameters, 0, 0.02);
+    b->m = random_tensor(b, DTYPE_FP32, 1, 1, parameters, 0, 0.001);
+    b->v = random_tensor(b, DTYPE_FP32, 1, 1, parameters, 1, 0.001);
+    b->sum = (double *)device_malloc(8);
+    int32_t *tokens = (int32_t *)host_alloc((size_t)b->N * 4);
+    for (int64_t i = 0; i < b->N; i++) tokens[i] = (int32_t)((double)b->V * pow(rng_uniform(1, 2, (uint64_t)i), 4)); // some are frequent, as in text
+    b->tokens = (int32_t *)device_malloc(b->N * 4);
+    device_copy(b->tokens, tokens, b->N * 4, COPY_TO_DEVICE, b->stream);
+    stream_sync(b->stream);
+    free(tokens);
+}
+
+// A tensor's memory as (rows, columns).
+static Tensor view(Tensor t, int64_t rows, int64_t columns) { return tensor2(t.data, t.dtype, rows, columns); }
+static Tensor first(Tensor t, int64_t n) { return tensor1(t.data, t.dtype, n); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// The kernels. Each function enqueues one call.
+
+static Tensor rows_of(const Bench *b, Tensor t, int64_t columns) { return view(t, b->N, columns); }
+
+static void run_embedding_forward(Bench *b) { embedding_forward(b->x, b->tokens, b->wte, b->wpe, b->stream); }
+static void run_layernorm_forward(Bench *b) { layernorm_forward(b->y, b->mean, b->rstd, b->x, first(b->vector, b->C), first(b->vector, b->C), 1e-5f, b->stream); }
+static void run_residual_layernorm(Bench *b) { residual_layernorm_forward(b->narrow, b->y, b->mean, b->rstd, b->x, b->dx, first(b->vector, b->C), first(b->vector, b->C), 1e-5f, b->stream); }
+static void run_layernorm_backward(Bench *b) {
+    layernorm_backward(b->dx, first(b->dvector, b->C), first(b->dvector, b->C), b->narrow, b->x, first(b->vector, b->C), b->mean, b->rstd, b->dx, true, b->stream);
+}
+static void run_attention_forward(Bench *b) { attention_forward(b->y, b->lse, b->qkv, (int)b->NH, b->stream); }
+static void run_attention_backward(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, b->lse, (int)b->NH, b->stream); }
+static void run_attention_forward_128(Bench *b) { attention_forward(b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), b->qkv, (int)b->NH / 2, b->stream); }
+static void run_attention_backward_128(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), (int)b->NH / 2, b->stream); }
+static void run_classifier(Bench *b) { classifier_forward_backward(b->logits, b->losses, b->tokens, b->V, 1.0f, true, b->stream); }
+static void run_embedding_backward(Bench *b) { embedding_backward(b->dw, b->dwpe, b->tokens, b->narrow, true, false, b->stream); }
+static void run_sum_squares(Bench *b) { sum_squares_to_double(b->sum, b->grad, false, b->stream); }
+static void run_adamw(Bench *b) {
+    AdamWArgs args = {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, 0.5f, 1.0f, true};
+    adamw_update(b->param, b->master, b->grad, b->m, b->v, args, b->stream);
+}
+static void run_gelu_backward(Bench *b) { gelu_backward(b->wide, b->wide, b->gelu, b->stream); }
+static void run_bias_backward(Bench *b) { bias_backward(first(b->dvector, 4 * b->C), rows_of(b, b->wide, 4 * b->C), true, b->stream); }
+static void run_fc_forward(Bench *b) { linear_forward(rows_of(b, b->gelu, 4 * b->C), b->x, view(b->w, 4 * b->C, b->C), first(b->vector, 4 * b->C), tensor_none(), rows_of(b, b->wide, 4 * b->C), b->stream); }
+static void run_fc_forward_no_gelu(Bench *b) { linear_forward(rows_of(b, b->gelu, 4 * b->C), b->x, view(b->w, 4 * b->C, b->C), first(b->vector, 4 * b->C), tensor_none(), tensor_none(), b->stream); }
+static void run_fc_backward_input(Bench *b) { linear_backward_input(b->dx, rows_of(b, b->wide, 4 * b->C), view(b->w, 4 * b->C, b->C), tensor_none(), b->stream); }
+static void run_fc_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, 4 * b->C, b->C), first(b->dvector, 4 * b->C), rows_of(b, b->wide, 4 * b->C), b->x, true, b->stream); }
+static void run_fcproj_forward(Bench *b) { linear_forward(b->y, rows_of(b, b->gelu, 4 * b->C), view(b->w, b->C, 4 * b->C), first(b->vector, b->C), b->x, tensor_none(), b->stream); }
+static void run_fcproj_backward_input(Bench *b) { linear_backward_input(rows_of(b, b->wide, 4 * b->C), b->narrow, view(b->w, b->C, 4 * b->C), rows_of(b, b->gelu, 4 * b->C), b->stream); }
+static void run_fcproj_backward_input_no_gelu(Bench *b) { linear_backward_input(rows_of(b, b->wide, 4 * b->C), b->narrow, view(b->w, b->C, 4 * b->C), tensor_none(), b->stream); }
+static void run_fcproj_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, b->C, 4 * b->C), first(b->dvector, b->C), b->narrow, rows_of(b, b->gelu, 4 * b->C), true, b->stream); }
+static void run_qkv_forward(Bench *b) { linear_forward(b->qkv, b->x, view(b->w, 3 * b->C, b->C), first(b->vector, 3 * b->C), tensor_none(), tensor_none(), b->stream); }
+static void run_qkv_backward_input(Bench *b) { linear_backward_input(b->dx, b->dqkv, view(b->w, 3 * b->C, b->C), tensor_none(), b->stream); }
+static void run_qkv_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, 3 * b->C, b->C), first(b->dvector, 3 * b->C), b->dqkv, b->x, true, b->stream); }
+static void run_proj_forward(Bench *b) { linear_forward(b->y, b->x, view(b->w, b->C, b->C), first(b->vector, b->C), tensor_none(), tensor_none(), b->stream); }
+static void run_proj_backward_input(Bench *b) { linear_backward_input(b->dx, b->narrow, view(b->w, b->C, b->C), tensor_none(), b->stream); }
+static void run_proj_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, b->C, b->C), first(b->dvector, b->C), b->narrow, b->x, true, b->stream); }
+static void run_head_forward(Bench *b) { linear_forward(b->logits, b->x, b->wte, tensor_none(), tensor_none(), tensor_none(), b->stream); }
+static void run_head_backward_input(Bench *b) { linear_backward_input(b->dx, b->logits, b->wte, tensor_none(), b->stream); }
+static void run_head_backward_weight(Bench *b) { linear_backward_weight(b->dw, tensor_none(), b->logits, b->x, true, b->stream); }
+static void run_copy(Bench *b) { device_copy(b->gelu.data, b->wide.data, tensor_bytes(b->wide), COPY_ON_DEVICE, b->stream); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Measuring
+
+static int compare_doubles(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+// Runs the call, prints its median, and adds it `per_step` times to the step. Rates are printed where flops or bytes are given.
+static void measure(Bench *b, const char *name, void (*run)(Bench *), double per_step, double flops, double bytes) {
+    enum { REPEATS_MAX = 100 };
+    double ms[REPEATS_MAX];
+    CHECK(b->repeats <= REPEATS_MAX, "%d repeats", b->repeats);
+    Event from = event_create(), to = event_create();
+    for (int i = 0; i < 3; i++) run(b);
+    for (int i = 0; i < b->repeats; i++) {
+        event_record(from, b->stream);
+        run(b);
+        event_record(to, b->stream);
+        event_sync(to);
+        ms[i] = event_elapsed_ms(from, to);
+    }
+    event_destroy(from);
+    event_destroy(to);
+    qsort(ms, (size_t)b->repeats, sizeof *ms, compare_doubles);
+    const double median = ms[b->repeats / 2];
+    b->step_ms += per_step * median;
+    printf("%-38s %9.4f ms", name, median);
+    if (flops > 0) printf("  %7.1f TFLOP/s", flops / median * 1e-9);
+    if (bytes > 0) printf("  %7.3f TB/s", bytes / median * 1e-9);
+    if (per_step > 0) printf("  x %3.0f = %8.3f ms a step", per_step, per_step * median);
+    printf("\n");
+    fflush(stdout);
+}
+
+int main(int argc, char **argv) {
+    const int64_t B = argc > 1 ? atoll(argv[1]) : 64, T = argc > 2 ? atoll(argv[2]) : 1024;
+    if (B < 1 || T < 1) die(EXIT_CONFIG, "usage: bench_kernels [B [T]], both at least 1");
+    device_init(0);
+    static Bench bench;
+    Bench *b = &bench;
+    bench_init(b, B, T);
+    const DeviceInfo info = device_info();
+    printf("%s, driver CUDA %d, runtime %d; GPT-2 124M, bf16, B %" PRId64 ", T %" PRId64 "\n", info.name, info.driver_version, info.runtime_version, B, T);
+    const double N = (double)b->N, C = (double)b->C, L = (double)b->L, n = (double)tensor_numel(b->grad), row = 2 * N * C; // bytes of (N,C) in bf16
+    const double block = 2 * N * C * C, head = 2 * N * C * (double)b->Vp, attention = 2 * N * (double)T * C;
+
+    printf("-- memory\n");
+    measure(b, "copy on the device", run_copy, 0, 0, 8 * row);
+    measure(b, "embedding_forward", run_embedding_forward, 1, 0, 2 * row);
+    measure(b, "layernorm_forward", run_layernorm_forward, L + 1, 0, 2 * row);
+    measure(b, "residual_layernorm_forward", run_residual_layernorm, L, 0, 4 * row);
+    measure(b, "layernorm_backward", run_layernorm_backward, 2 * L + 1, 0, 4 * row);
+    measure(b, "classifier", run_classifier, 1, 0, 4 * N * (double)b->Vp);
+    measure(b, "embedding_backward", run_embedding_backward, 1, 0, 2 * row);
+    measure(b, "bias_backward 4C", run_bias_backward, 0, 0, 4 * row);
+    measure(b, "gelu_backward", run_gelu_backward, 0, 0, 12 * row);
+    measure(b, "sum_squares", run_sum_squares, 1, 0, 4 * n);
+    measure(b, "adamw", run_adamw, 1, 0, 30 * n);
+    printf("-- attention\n");
+    measure(b, "attention_forward, heads of 64", run_attention_forward, L, attention, 4 * row);
+    measure(b, "attention_backward, heads of 64", run_attention_backward, L, 2.5 * attention, 8 * row);
+    measure(b, "attention_forward, heads of 128", run_attention_forward_128, 0, attention, 4 * row);
+    measure(b, "attention_backward, heads of 128", run_attention_backward_128, 0, 2.5 * attention, 8 * row);
+    printf("-- products (of weights: with the bias gradient)\n");
+    measure(b, "qkv forward", run_qkv_forward, L, 3 * block, 0);
+    measure(b, "qkv backward input", run_qkv_backward_input, L, 3 * block, 0);
+    measure(b, "qkv backward weight", run_qkv_backward_weight, L, 3 * block, 0);
+    measure(b, "proj forward", run_proj_forward, L, block, 0);
+    measure(b, "proj backward input", run_proj_backward_input, L, block, 0);
+    measure(b, "proj backward weight", run_proj_backward_weight, L, block, 0);
+    measure(b, "fc forward, gelu", run_fc_forward, L, 4 * block, 0);
+    measure(b, "fc forward without gelu", run_fc_forward_no_gelu, 0, 4 * block, 0);
+    measure(b, "fc backward input", run_fc_backward_input, L, 4 * block, 0);
+    measure(b, "fc backward weight", run_fc_backward_weight, L, 4 * block, 0);
+    measure(b, "fcproj forward, residual", run_fcproj_forward, L, 4 * block, 0);
+    measure(b, "fcproj backward input, gelu", run_fcproj_backward_input, L, 4 * block, 0);
+    measure(b, "fcproj backward input without gelu", run_fcproj_backward_input_no_gelu, 0, 4 * block, 0);
+    measure(b, "fcproj backward weight", run_fcproj_backward_weight, L, 4 * block, 0);
+    measure(b, "head forward", run_head_forward, 1, head, 0);
+    measure(b, "head backward input", run_head_backward_input, 1, head, 0);
+    measure(b, "head backward weight", run_head_backward_weight, 1, head, 0);
+    printf("kernels of a step: %.2f ms, %.0f tokens/s\n", b->step_ms, N / b->step_ms * 1e3);
+    return 0;
+}
