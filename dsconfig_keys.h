@@ -19,6 +19,8 @@
 //
 // `accepts` is a range ("0..", "0<..1", "1..") or the words of a KEY_CHOICE, in the order of the enum, with '=' between synonyms.
 // A default of "" is worked out by config_resolve. Texts of refusals say what is wrong and, after a semicolon, what to do.
+//
+// A part of dsconfig.h, which includes it after the structs that it names.
 #pragma once
 
 #define FIELD(f) (uint32_t)offsetof(Config, f), (uint32_t)sizeof(((Config *)0)->f)
