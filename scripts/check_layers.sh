@@ -15,13 +15,13 @@ layers='
 4 zero.cu offload.cu acts.cu
 3 model.cu tensor_parallel.cu
 2 kernels/kernels.h kernels/kernel_list.h runtime/comm.h runtime/dataloader.h runtime/metrics.h runtime/tokenizer.h runtime/safetensors.h
-1 dsconfig_keys.h dsconfig.h runtime/device.h runtime/durable.h
+1 dsconfig_keys.h dsconfig_rules.h dsconfig.h runtime/device.h runtime/durable.h
 0 runtime/utils.h runtime/tensor.h runtime/json.h runtime/grid.h runtime/crc32c.h runtime/unicode.h
 '
 beside='
 runtime/tensor.h>runtime/utils.h runtime/json.h>runtime/utils.h runtime/grid.h>runtime/utils.h runtime/grid.h>runtime/tensor.h runtime/crc32c.h>runtime/utils.h runtime/unicode.h>runtime/utils.h
 kernels/kernels.h>kernels/kernel_list.h
-zero.cu>offload.cu acts.cu>zero.cu model.cu>tensor_parallel.cu dsconfig.h>dsconfig_keys.h checkpoint.cu>checkpoint_format.cu
+zero.cu>offload.cu acts.cu>zero.cu model.cu>tensor_parallel.cu dsconfig.h>dsconfig_keys.h dsconfig.h>dsconfig_rules.h checkpoint.cu>checkpoint_format.cu
 '
 
 declare -A layer_of

@@ -7,7 +7,7 @@
   scripts/plot_log.py out/log.jsonl -y tokens_per_s -x tokens
 
 Thin lines are the values of each update, thick ones their mean over --smooth updates, dots the validation loss, the
-dashed level the corpus's entropy. A name that ends in .png is made from the SVG by rsvg-convert, if that is there.
+dashed level what a perfect model would reach. A name that ends in .png is made from the SVG by rsvg-convert, if that is there.
 """
 import argparse
 import json
@@ -151,7 +151,7 @@ def svg(curves, x_name, y_name, title, floor, width, height):
             out.append(f'<circle cx="{px(x):.1f}" cy="{py(y):.1f}" r="3" fill="#ffffff" stroke="{colour}" stroke-width="1.5"/>')
     if floor is not None:
         out.append(f'<line x1="{LEFT}" x2="{LEFT + inner_w}" y1="{py(floor):.1f}" y2="{py(floor):.1f}" stroke="#555555" stroke-dasharray="6 4"/>')
-        out.append(f'<text x="{LEFT + 6}" y="{py(floor) - 6:.1f}" fill="#555555">entropy of the corpus: {floor:.4f}</text>')
+        out.append(f'<text x="{LEFT + 6}" y="{py(floor) - 6:.1f}" fill="#555555">perfect model: {floor:.4f}</text>')
     out.append(f'<rect x="{LEFT}" y="{TOP}" width="{inner_w}" height="{inner_h}" fill="none" stroke="#888888"/>')
     out.append(f'<text x="{LEFT + inner_w / 2}" y="{height - 12}" text-anchor="middle">{escape(x_name)}</text>')
     out.append(f'<text x="18" y="{TOP + inner_h / 2}" text-anchor="middle" transform="rotate(-90 18 {TOP + inner_h / 2})">{escape(y_name)}</text>')
@@ -180,7 +180,7 @@ def print_table(label, updates, evaluations, floor):
     by_step = {e["step"]: e["val_loss"] for e in evaluations}
     n = len(updates)
     picks = sorted({round(i * (n - 1) / 11) for i in range(12)}) if n > 12 else range(n)
-    print(f"{label}: {n} updates" + (f", entropy of the corpus {floor:.4f}" if floor is not None else ""))
+    print(f"{label}: {n} updates" + (f", a perfect model's loss is {floor:.4f}" if floor is not None else ""))
     print(f"{'step':>8} {'loss':>9}" + (f" {'above floor':>12}" if floor is not None else "") + f" {'tokens/s':>10}")
     for i in picks:
         u = updates[i]
@@ -202,7 +202,7 @@ def main():
     parser.add_argument("-y", default="loss", help="field on the y axis: loss (default), grad_norm, lr, tokens_per_s, ...")
     parser.add_argument("--smooth", type=int, default=0, help="mean over so many updates (default: a fiftieth of the run)")
     parser.add_argument("--floor", type=float, help="a level to draw, such as the entropy of the corpus")
-    parser.add_argument("--corpus", help="corpus.json whose entropy_nats_per_byte is the floor")
+    parser.add_argument("--corpus", help="corpus.json of data/make_corpus.py: the loss of a perfect model is the floor")
     parser.add_argument("--title", default="")
     parser.add_argument("--size", default="900x480", help="width x height in pixels")
     parser.add_argument("--table", action="store_true", help="print the curve as a table too")
@@ -217,9 +217,10 @@ def main():
     if args.corpus:
         try:
             with open(args.corpus, encoding="utf-8") as file:
-                floor = float(json.load(file)["entropy_nats_per_byte"])
+                # what a perfect model reaches that sees windows of the training's length, as this one does
+                floor = float(json.load(file)["window"]["nats_per_byte"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            stop(f"{args.corpus}: no entropy_nats_per_byte in it ({error})")
+            stop(f"{args.corpus}: no window.nats_per_byte in it ({error!r})")
     curves = []
     for i, name in enumerate(args.logs):
         path = os.path.join(name, "log.jsonl") if os.path.isdir(name) else name

@@ -258,7 +258,7 @@ row_cut_shard() {
     head -c 700 good.bin >header.bin
     refuses 65 -c config.json data.train=header.bin
     says "header.bin"
-    (head -c 1024 good.bin; head -c 3000 /dev/zero; echo) >long.bin
+    (head -c 1024 good.bin; head -c 1500 /dev/zero; echo) >long.bin
     refuses 65 -c config.json data.train=long.bin
     (echo "not a shard at all"; head -c 4000 /dev/zero) >magic.bin
     refuses 65 -c config.json data.train=magic.bin
@@ -342,14 +342,14 @@ row_reader_goes_away() {
 # The signal, the update at hand, a save, exit code 0; then the rest of the run, equal bit for bit to a run never stopped.
 row_sigterm_saves_and_resume_is_bitwise() {
     local pid signal
-    run_expect 0 -c config.json run.steps=3000 run.output_dir=whole || return
+    run_expect 0 -c config.json run.steps=1500 run.output_dir=whole || return
     curve whole/log.jsonl >whole.curve
-    equal "updates of the whole run" "$(wc -l <whole.curve)" 3000
+    equal "updates of the whole run" "$(wc -l <whole.curve)" 1500
     for signal in TERM INT; do
         rm -rf out_dir
         # (started from a shell without job control, background processes ignore SIGINT unless told otherwise)
         python3 -c 'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])' \
-            "$binary" -c config.json run.steps=3000 >out 2>err </dev/null &
+            "$binary" -c config.json run.steps=1500 >out 2>err </dev/null &
         pid=$!
         started+=("$pid")
         wait_for_steps out_dir/log.jsonl 50 "$pid"
@@ -357,8 +357,8 @@ row_sigterm_saves_and_resume_is_bitwise() {
         wait "$pid"
         equal "exit code after SIG$signal" $? 0
         prints "saving"
-        expect "it stopped early ($(grep -c grad_norm out_dir/log.jsonl) updates)" test "$(grep -c grad_norm out_dir/log.jsonl)" -lt 3000
-        run_expect 0 -c config.json run.steps=3000
+        expect "it stopped early ($(grep -c grad_norm out_dir/log.jsonl) updates)" test "$(grep -c grad_norm out_dir/log.jsonl)" -lt 1500
+        run_expect 0 -c config.json run.steps=1500
         curve out_dir/log.jsonl >parts.curve
         expect "curve after SIG$signal and resume: $(diff whole.curve parts.curve | head -n 3)" cmp whole.curve parts.curve
         expect "weights after SIG$signal and resume are those of the whole run" same_weights whole out_dir
