@@ -152,7 +152,8 @@ static bool hf_config_flag(HfConfig *c, const char *key, bool fallback) {
 static const char *hf_config_text(HfConfig *c, const char *key, const char *fallback) {
     int n = hf_config_find(c, key);
     if (n < 0) return fallback;
-    if (c->json.node[n].type == JSON_STRING) return json_text(&c->json, n);
+    const char *text = json_text(&c->json, n);
+    if (c->json.node[n].type == JSON_STRING && strlen(text) == (size_t)c->json.node[n].length) return text;
     hf_config_wrong(c, n, "a text");
     return fallback;
 }

@@ -657,32 +657,28 @@ static void case_config(void *arg) {
 // ---------------------------------------------------------------------------------------------------------------
 // Import
 
-#define FORMATS_GOLDEN "data/golden/gpt2-tiny"
+// Folders that transformers wrote, and their sizes.
+static const struct {
+    const char *folder;
+    int64_t L, NH, C, T, V;
+} formats_golden[] = {{"data/golden/gpt2-tiny", 3, 4, 64, 64, 256}, {"data/golden/gpt2-odd", 2, 5, 40, 40, 211}};
 
-static ModelConfig formats_golden_config(void) {
-    ModelConfig m;
+static void import_golden(Test *t, int which) {
+    const char *folder = formats_golden[which].folder;
+    ModelConfig sizes = formats_config(formats_golden[which].L, formats_golden[which].NH, formats_golden[which].C, formats_golden[which].T,
+                                       formats_golden[which].V, 4 * formats_golden[which].C, true), m;
     memset(&m, 0, sizeof m);
-    hf_config_read(FORMATS_GOLDEN, &m);
-    return m;
-}
-
-static void test_import_golden(Test *t) {
-    ModelConfig m = formats_golden_config();
-    expect_equal_i64(t, "n_layer", m.n_layer, 3);
-    expect_equal_i64(t, "n_head", m.n_head, 4);
-    expect_equal_i64(t, "n_embd", m.n_embd, 64);
-    expect_equal_i64(t, "n_positions", m.n_positions, 64);
-    expect_equal_i64(t, "vocab_size", m.vocab_size, 256);
-    expect_equal_i64(t, "n_inner", m.n_inner, 256);
-    expect_equal_i64(t, "tied", m.tie_word_embeddings, true);
-    expect_near(t, "epsilon", m.layer_norm_epsilon, 1e-5, 0);
+    hf_config_read(folder, &m);
+    expect_true(t, memcmp(&m, &sizes, sizeof m) == 0, "%s: the configuration differs", folder);
     FormatsModel *model = formats_model(m, 0);
-    hf_import(FORMATS_GOLDEN, &m, &model->table, formats_put, model);
+    hf_import(folder, &m, &model->table, formats_put, model);
     expect_equal_i64(t, "tensors handed over", model->calls, formats_stored_rows(model));
     int64_t bytes;
-    char *file = formats_read(FORMATS_GOLDEN "/model.safetensors", &bytes), why[256], name[128];
+    char path[600], why[256], name[128];
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    char *file = formats_read(path, &bytes);
     SafeTensors st;
-    CHECK(safetensors_open(&st, FORMATS_GOLDEN "/model.safetensors", why, sizeof why), "%s", why);
+    CHECK(safetensors_open(&st, path, why, sizeof why), "%s", why);
     for (int i = 0; i < model->table.n_rows; i++) {
         const ParamDesc *r = &model->table.row[i];
         if (!model->row[i]) continue;
@@ -702,6 +698,10 @@ static void test_import_golden(Test *t) {
     safetensors_close(&st);
     free(file);
     formats_model_free(model);
+}
+
+static void test_import_golden(Test *t) {
+    for (int i = 0; i < 2; i++) import_golden(t, i);
 }
 
 // Forms of a folder that all mean the same model.
@@ -934,6 +934,8 @@ static void test_config_faults(Test *t) {
         {"{\"model_type\":\"gpt2\",%s,\"activation_function\":\"gelu\"}", "activation_function = \"gelu\" is not built; gelu_new"},
         {"{\"model_type\":\"gpt2\",%s,\"activation_function\":\"relu\"}", "\"relu\" is not built"},
         {"{\"model_type\":\"gpt2\",%s,\"activation_function\":7}", "activation_function = 7: must be a text"},
+        {"{\"model_type\":\"gpt2\\u0000\",%s}", "model_type is \"\""},
+        {"{\"model_type\":\"gpt2\",%s,\"activation_function\":\"gelu_new\\u0000x\"}", "\"gelu_new\\x00x\": must be a text"},
         {"{\"model_type\":\"gpt2\",%s,\"scale_attn_weights\":false}", "scale_attn_weights = false is not built"},
         {"{\"model_type\":\"gpt2\",%s,\"scale_attn_by_inverse_layer_idx\":true}", "scale_attn_by_inverse_layer_idx = true is not built"},
         {"{\"model_type\":\"gpt2\",%s,\"reorder_and_upcast_attn\":true}", "reorder_and_upcast_attn = true is not built"},
@@ -1182,16 +1184,20 @@ static void expect_config_value(Test *t, const Json *j, const char *key, const c
     expect_equal_text(t, key, got, want);
 }
 
-// Imports the golden model, exports it in a type, and compares every tensor with the original's bytes or their rounding.
-static void test_export_golden(Test *t) {
+// Imports a golden model, exports it in every type, and compares all tensors with the original's bytes or their rounding.
+static void export_golden(Test *t, int which) {
     static const char *const types[] = {"float32", "bfloat16", "float16"};
-    ModelConfig m = formats_golden_config();
-    snprintf(m.init_from, sizeof m.init_from, FORMATS_GOLDEN);
+    const char *folder = formats_golden[which].folder;
+    ModelConfig m;
+    memset(&m, 0, sizeof m);
+    hf_config_read(folder, &m);
+    snprintf(m.init_from, sizeof m.init_from, "%s", folder);
     FormatsModel *model = formats_model(m, 0); // its sizes, and where it came from
-    hf_import(FORMATS_GOLDEN, &m, &model->table, formats_put, model);
+    hf_import(folder, &m, &model->table, formats_put, model);
     char why[512], dir[600], path[900];
     SafeTensors original;
-    CHECK(safetensors_open(&original, FORMATS_GOLDEN "/model.safetensors", why, sizeof why), "%s", why);
+    snprintf(path, sizeof path, "%s/model.safetensors", folder);
+    CHECK(safetensors_open(&original, path, why, sizeof why), "%s", why);
     float *a = (float *)host_alloc(1 << 20), *b = (float *)host_alloc(1 << 20);
     for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) {
         FormatsFolder f = formats_folder();
@@ -1225,13 +1231,16 @@ static void test_export_golden(Test *t) {
         char *text = formats_export_text(dir, "config.json");
         Json j;
         expect_true(t, json_parse(&j, text, (int64_t)strlen(text), JSON_STRICT), "config.json: %s", j.error);
+        char sizes[5][24];
+        const int64_t size[] = {m.n_layer, m.n_head, m.n_embd, m.n_positions, m.vocab_size};
+        for (int i = 0; i < 5; i++) snprintf(sizes[i], sizeof sizes[i], "%" PRId64, size[i]);
         const char *const wanted[][2] = {
-            {"model_type", "gpt2"}, {"n_layer", "3"}, {"n_head", "4"}, {"n_embd", "64"}, {"n_positions", "64"}, {"n_ctx", "64"},
-            {"vocab_size", "256"}, {"n_inner", "null"}, {"activation_function", "gelu_new"},
+            {"model_type", "gpt2"}, {"n_layer", sizes[0]}, {"n_head", sizes[1]}, {"n_embd", sizes[2]}, {"n_positions", sizes[3]},
+            {"n_ctx", sizes[3]}, {"vocab_size", sizes[4]}, {"n_inner", "null"}, {"activation_function", "gelu_new"},
             {"attn_pdrop", "0.0"}, {"resid_pdrop", "0.0"}, {"embd_pdrop", "0.0"}, {"layer_norm_epsilon", "1e-05"},
             {"tie_word_embeddings", "true"}, {"bos_token_id", "0"}, {"eos_token_id", "0"}, {"dtype", types[dtype]},
-            {"torch_dtype", types[dtype]},
-            {"scale_attn_weights", "true"}, {"scale_attn_by_inverse_layer_idx", "false"}, {"reorder_and_upcast_attn", "false"},
+            {"torch_dtype", types[dtype]}, {"scale_attn_weights", "true"}, {"scale_attn_by_inverse_layer_idx", "false"},
+            {"reorder_and_upcast_attn", "false"},
         };
         for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) expect_config_value(t, &j, wanted[i][0], wanted[i][1]);
         int architectures = json_find(&j, 0, "architectures");
@@ -1254,6 +1263,10 @@ static void test_export_golden(Test *t) {
     free(b);
     safetensors_close(&original);
     formats_model_free(model);
+}
+
+static void test_export_golden(Test *t) {
+    for (int i = 0; i < 2; i++) export_golden(t, i);
 }
 
 // Rounding of awkward values, both of shards and layers beyond 100, tied and not.
