@@ -44,6 +44,7 @@ typedef struct {
     int32_t *staging[2];     // pinned, tokens then targets of one micro-batch
     Event staging_free[2];   // recorded when the copy from it is enqueued
     int64_t staged;          // micro-batches staged so far
+    Event *mark;             // (pipe.n + 2): before the update, after each instruction, after the optimizer
     double *eval_sum;        // one double in the backend's memory
     int64_t step;            // updates done, skipped ones included
     int64_t tokens, samples; // consumed by them
@@ -196,6 +197,8 @@ static void trainer_init_core(Trainer *t, Config *cfg, bool with_backward, int64
         t->staging[i] = (int32_t *)pinned_malloc(2 * B * cfg->run.seq_len * 4);
         t->staging_free[i] = event_create();
     }
+    t->mark = (Event *)host_alloc(sizeof(Event) * (size_t)(t->pipe.n + 2));
+    for (int i = 0; i < t->pipe.n + 2; i++) t->mark[i] = event_create();
     t->eval_sum = (double *)device_malloc(sizeof(double));
 }
 
@@ -229,6 +232,8 @@ static void trainer_free(Trainer *t) {
         pinned_free(t->staging[i]);
         event_destroy(t->staging_free[i]);
     }
+    for (int i = 0; i < t->pipe.n + 2; i++) event_destroy(t->mark[i]);
+    free(t->mark);
     device_free(t->eval_sum);
     optimizer_free(&t->opt);
     acts_free(&t->acts);
@@ -293,12 +298,26 @@ static void backward_chunk(Trainer *t, int chunk, ActSlot *a) {
 // ---------------------------------------------------------------------------------------------------------------
 // One update
 
+// wall_clock_breakdown: where the time of the update that was just enqueued went. The host waits for its end.
+static void measure_phases(Trainer *t, StepStats *s) {
+    if (!t->cfg->wall_clock_breakdown) return;
+    double ms[OP_BWD + 1] = {0};
+    event_sync(t->mark[t->pipe.n + 1]);
+    for (int i = 0; i < t->pipe.n; i++) ms[t->pipe.prog[i].op] += event_elapsed_ms(t->mark[i], t->mark[i + 1]);
+    s->has_phases = true;
+    s->load_ms = ms[OP_LOAD];
+    s->forward_ms = ms[OP_FWD];
+    s->backward_ms = ms[OP_BWD];
+    s->update_ms = event_elapsed_ms(t->mark[t->pipe.n], t->mark[t->pipe.n + 1]);
+}
+
 static StepStats train_step(Trainer *t) {
     double start = clock_seconds(), waited = t->train.wait_seconds;
     int64_t n_tokens = t->cfg->batch.train_batch_size * t->cfg->run.seq_len;
     zero_begin_step(&t->zero);
     t->acts.dloss = (float)(t->opt.scaler.scale / (double)n_tokens); // the mean over the global batch, times the loss scale
     device_memset(&t->opt.sums[SUM_LOSS], 0, sizeof(double), t->stream);
+    event_record(t->mark[0], t->stream);
 
     for (int i = 0; i < t->pipe.n; i++) {
         Instr in = t->pipe.prog[i];
@@ -311,8 +330,10 @@ static StepStats train_step(Trainer *t) {
             backward_chunk(t, in.chunk, a);
             break;
         }
+        event_record(t->mark[i + 1], t->stream);
     }
     OptimizerStats o = optimizer_step(&t->opt, &t->zero, n_tokens, t->step);
+    event_record(t->mark[t->pipe.n + 1], t->stream);
 
     StepStats s;
     memset(&s, 0, sizeof s);
@@ -328,6 +349,7 @@ static StepStats train_step(Trainer *t) {
     s.tokens = t->tokens;
     s.step_tokens = n_tokens;
     s.data_wait_ms = 1e3 * (t->train.wait_seconds - waited);
+    measure_phases(t, &s);
     s.step_ms = 1e3 * (clock_seconds() - start);
     return s;
 }

@@ -23,6 +23,8 @@ typedef struct {
     int64_t tokens;           // so far, this update included
     double step_ms, data_wait_ms;
     int64_t step_tokens;      // of this update
+    bool has_phases;          // wall_clock_breakdown: the four below are measured, on the device's clock
+    double load_ms, forward_ms, backward_ms, update_ms;
 } StepStats;
 
 // Dense peak in FLOP/s of known GPUs for 16-bit inputs and fp32 sums, from the vendor's data sheets; 0 = unknown.
@@ -105,16 +107,18 @@ static const char *duration_text(char *room, size_t size, double seconds) {
 }
 
 static void metrics_step(Metrics *m, const StepStats *s) {
-    char a[32], b[32], c[32], d[32], eta[32];
+    char a[32], b[32], c[32], d[32], eta[32], phases[160] = "";
+    if (s->has_phases)
+        snprintf(phases, sizeof phases, ",\"load_ms\":%.4f,\"forward_ms\":%.4f,\"backward_ms\":%.4f,\"update_ms\":%.4f", s->load_ms, s->forward_ms, s->backward_ms, s->update_ms);
     double seconds = s->step_ms / 1e3, tokens_per_s = (double)s->step_tokens / seconds, flops = tokens_per_s * m->flops_per_token;
     double mfu = m->peak_flops > 0 ? flops / m->peak_flops : NAN;
     // The first update is slower (plans, caches): it does not enter the estimate once there are others.
     m->recent_step_ms = m->recent_step_ms == 0 || s->step < 2 ? s->step_ms : 0.9 * m->recent_step_ms + 0.1 * s->step_ms;
     metrics_log(m, "{\"step\":%" PRId64 ",\"loss\":%s,\"grad_norm\":%s,\"clip_factor\":%.9g,\"lr\":%.12g,\"loss_scale\":%.10g,\"skipped\":%s,\"tokens\":%" PRId64
-                ",\"step_ms\":%.4f,\"data_wait_ms\":%.3f,\"tokens_per_s\":%s,\"tflops\":%.6g,\"mfu\":%s,\"eta_s\":%.1f}",
+                ",\"step_ms\":%.4f,\"data_wait_ms\":%.3f,\"tokens_per_s\":%s,\"tflops\":%.6g,\"mfu\":%s,\"eta_s\":%.1f%s}",
                 s->step, json_number(a, sizeof a, s->loss), json_number(b, sizeof b, s->grad_norm), s->clip_factor, s->lr, s->loss_scale, s->skipped ? "true" : "false",
                 s->tokens, s->step_ms, s->data_wait_ms, json_number(c, sizeof c, tokens_per_s), flops / 1e12, json_number(d, sizeof d, mfu),
-                m->recent_step_ms / 1e3 * (double)(m->steps - s->step - 1));
+                m->recent_step_ms / 1e3 * (double)(m->steps - s->step - 1), phases);
     bool last = s->step + 1 == m->steps;
     if (m->steps_per_print <= 0 || (s->step % m->steps_per_print != 0 && !last)) return;
     if (isfinite(mfu)) snprintf(d, sizeof d, "%.1f %%", 100 * mfu);
@@ -122,5 +126,7 @@ static void metrics_step(Metrics *m, const StepStats *s) {
     printf("step %6" PRId64 "/%" PRId64 " (%3.0f %%) | loss %8.5f | norm %7.4f | lr %.3e | %9.0f tok/s | %.4g TFLOP/s | MFU %s | ETA %s%s\n", s->step, m->steps,
            100.0 * (double)(s->step + 1) / (double)m->steps, s->loss, s->grad_norm, s->lr, tokens_per_s, flops / 1e12, d,
            duration_text(eta, sizeof eta, m->recent_step_ms / 1e3 * (double)(m->steps - s->step - 1)), s->skipped ? " | SKIPPED: overflow" : "");
+    if (s->has_phases)
+        printf("            wall clock: load %.2f ms, forward %.2f, backward %.2f, update %.2f\n", s->load_ms, s->forward_ms, s->backward_ms, s->update_ms);
     fflush(stdout);
 }
