@@ -289,7 +289,7 @@ static void store_lock(CheckpointStore *s, const char *shown) {
         gethostname(host, sizeof host - 1);
         int n = snprintf(text, sizeof text, "pid %ld on host %s\n", (long)getpid(), host);
         if (ftruncate(s->lock_fd, 0) != 0 || pwrite(s->lock_fd, text, (size_t)n, 0) != n)
-            note("checkpoint.save_dir %s: its file .lock could not be written (%s); it is locked all the same", shown, strerror(errno));
+            note("checkpoint.save_dir %s: this process's name could not be written into its file .lock; it is locked all the same", shown);
         return;
     }
     if (errno != EAGAIN && errno != EACCES) {

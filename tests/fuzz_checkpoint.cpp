@@ -217,7 +217,7 @@ static size_t mutate_part(uint8_t *data, size_t size, size_t at, size_t length) 
 }
 
 extern "C" size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t max_size, unsigned seed) {
-    if (size < 64 && fuzz.sound_bytes <= max_size) {
+    if ((size < 64 || seed / 128 % 16 == 0) && fuzz.sound_bytes <= max_size) {
         memcpy(data, fuzz.sound, fuzz.sound_bytes);
         size = fuzz.sound_bytes;
     }
