@@ -121,7 +121,10 @@ static bool trainer_only_reads(const Config *cfg) { return cfg->generate || cfg-
 // Completes the model's sizes from the folder that it starts from, and checks what only the whole can tell.
 static void trainer_resolve_model(Config *cfg) {
     ModelConfig *m = &cfg->model;
+    bool tied = m->tie_word_embeddings;
     if (m->init_from[0]) hf_config_read(m->init_from, m);
+    if (tied != m->tie_word_embeddings && config_given(cfg, "train_gpt.model.tie_word_embeddings"))
+        die(EXIT_CONFIG, "train_gpt.model.tie_word_embeddings = %s: the model in model.init_from has a head that is %s; remove the key", tied ? "true" : "false", tied ? "not tied" : "tied");
     if (m->n_inner == 0) m->n_inner = 4 * m->n_embd;
     if (cfg->run.seq_len == 0) cfg->run.seq_len = m->n_positions;
     if (cfg->run.seq_len > m->n_positions)
