@@ -32,12 +32,16 @@ typedef struct {
 } AttentionShape;
 
 // Checks what both directions need of qkv (B,T,3C) and of its companion out or dout (B,T,C).
-static inline AttentionShape attention_shape(Tensor qkv, Tensor out, Tensor lse, int NH) {
-    CHECK(qkv.ndim == 3 && out.ndim == 3 && NH >= 1 && qkv.shape[2] == 3 * out.shape[2] && qkv.shape[0] == out.shape[0] && qkv.shape[1] == out.shape[1] && out.shape[2] % NH == 0 && out.dtype == qkv.dtype, "qkv has %" PRId64 " columns, out %" PRId64 ", heads %d", tensor_columns(qkv), tensor_columns(out), NH);
-    AttentionShape s = {qkv.shape[0], (int)qkv.shape[1], NH, (int)(out.shape[2] / NH), qkv.shape[2], out.shape[2]};
-    CHECK(s.HS % 8 == 0 && s.HS <= 128, "head size %d is not a multiple of 8 up to 128", s.HS);
-    CHECK(qkv.shape[1] <= INT32_MAX / 2 && lse.dtype == DTYPE_FP32 && tensor_numel(lse) == s.B * NH * s.T, "lse has %" PRId64 " elements", tensor_numel(lse));
-    CHECK(is_aligned(qkv.data, 16) && is_aligned(out.data, 16), "qkv and out must be aligned to 16 bytes");
+static inline AttentionShape attention_shape(const char *kernel, Tensor qkv, const char *out_name, Tensor out, Tensor lse, int NH) {
+    CHECK(qkv.ndim == 3 && qkv.shape[1] <= INT32_MAX / 2, "%s: qkv has %d dimensions, T is %" PRId64, kernel, qkv.ndim, qkv.shape[1]);
+    const int64_t B = qkv.shape[0], T = qkv.shape[1], C = qkv.shape[2] / 3;
+    CHECK(NH >= 1 && C % NH == 0 && C / NH % 8 == 0 && C / NH <= 128,
+          "%s: head size %" PRId64 "/%d is not a multiple of 8 up to 128", kernel, C, NH);
+    check_shape(kernel, "qkv", qkv, B * T, 3 * C);
+    check_act(kernel, out_name, out, B * T, C, qkv.dtype);
+    check_f32(kernel, "lse", lse, B * NH, T);
+    CHECK(is_aligned(qkv.data, 16) && is_aligned(out.data, 16), "%s: qkv and %s must be aligned to 16 bytes", kernel, out_name);
+    AttentionShape s = {B, (int)T, NH, (int)(C / NH), 3 * C, C};
     return s;
 }
 
@@ -87,10 +91,12 @@ __device__ static inline uint32_t shared_address(const void *p) { return (uint32
 
 // Four 8 x 8 blocks; lane l gives the address of row l % 8 of block l / 8.
 __device__ static inline void ldmatrix_x4(uint32_t (&r)[4], const void *p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
 }
 __device__ static inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void *p) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
 }
 
 // Copies to shared memory without passing registers; where not `valid`, zeros are written and `src` is not read.
@@ -112,7 +118,8 @@ template <int D> constexpr int TILE_STRIDE = D + 8; // elements
 template <typename T, int D> constexpr int64_t tile_bytes(int rows) { return (int64_t)rows * TILE_STRIDE<D> * (int64_t)sizeof(T); }
 
 // Starts the copy of rows row0 .. row0 + ROWS - 1 of one head; `src` is the head's first element in row 0.
-template <typename T, int D, int ROWS> __device__ static inline void tile_load(T *tile, const T *src, int64_t stride, int row0, int rows_total, int HS) {
+template <typename T, int D, int ROWS>
+__device__ static inline void tile_load(T *tile, const T *src, int64_t stride, int row0, int rows_total, int HS) {
     constexpr int CHUNKS = D / 8; // of 16 bytes, in a row
     static_assert(ROWS * CHUNKS % ATTENTION_THREADS == 0, "every thread copies the same number of chunks");
 #pragma unroll
@@ -151,10 +158,12 @@ template <typename T> __device__ static inline void pack_a(uint32_t (&a)[4], con
     a[3] = pack2<T>(right[2], right[3]);
 }
 
-// Rounds a warp's accumulators (16 x D, times `factor[0]` in rows g and `factor[1]` in rows g + 8) into its own rows
+// Rounds a warp's accumulators (16 x D, times factor0 in rows 0 to 7 and factor1 in rows 8 to 15) into its own rows
 // row0 .. + 15 of a tile, and writes them from there to global memory in 16-byte pieces. `dst` is the head's first
 // element in row 0; the tile's first row is row `global0` of the sequence. Nobody but this warp may use these rows.
-template <typename T, int D> __device__ static inline void store_rows(T *dst, int64_t stride, T *tile, int row0, int global0, int rows_total, int HS, const float (&c)[D / 8][4], float factor0, float factor1) {
+template <typename T, int D>
+__device__ static inline void store_rows(T *dst, int64_t stride, T *tile, int row0, int global0, int rows_total, int HS, const float (&c)[D / 8][4],
+                                         float factor0, float factor1) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     __syncwarp(); // lanes still reading these rows are done
 #pragma unroll
@@ -165,9 +174,9 @@ template <typename T, int D> __device__ static inline void store_rows(T *dst, in
     }
     __syncwarp(); // the rows are complete
     for (int i = lane; i < 16 * (D / 8); i += 32) {
-        int r = i / (D / 8), column = i % (D / 8) * 8;
-        if (global0 + row0 + r < rows_total && column < HS)
-            *reinterpret_cast<uint4 *>(dst + (int64_t)(global0 + row0 + r) * stride + column) = *reinterpret_cast<const uint4 *>(tile + (row0 + r) * TILE_STRIDE<D> + column);
+        int r = row0 + i / (D / 8), column = i % (D / 8) * 8;
+        if (global0 + r < rows_total && column < HS)
+            vec_store<8>(dst + (int64_t)(global0 + r) * stride + column, vec_load<8>(tile + r * TILE_STRIDE<D> + column));
     }
 }
 
@@ -219,7 +228,8 @@ __device__ static inline void plain_accumulate(float (&o)[2][PLAIN_COLUMNS], con
 }
 
 // dst row row0 + 2y + r, columns x + 16 j = factor * o.
-__device__ static inline void plain_store(float *dst, int64_t stride, int row0, int rows_total, int HS, const float (&o)[2][PLAIN_COLUMNS], float factor0, float factor1, int x, int y) {
+__device__ static inline void plain_store(float *dst, int64_t stride, int row0, int rows_total, int HS, const float (&o)[2][PLAIN_COLUMNS],
+                                          float factor0, float factor1, int x, int y) {
     for (int r = 0; r < 2; r++) {
         int row = row0 + 2 * y + r;
         if (row >= rows_total) continue;

@@ -12,7 +12,8 @@
 // ---------------------------------------------------------------------------------------------------------------
 // D (B,NH,T) = rowsum(dout * out). LANES neighbouring lanes handle one row of one head, 16 bytes each.
 
-template <typename T, int LANES> __global__ void __launch_bounds__(256) attention_rowsum_kernel(float *rowsum, const T *dout, const T *out, AttentionShape shape) {
+template <typename T, int LANES>
+__global__ void __launch_bounds__(256) attention_rowsum_kernel(float *rowsum, const T *dout, const T *out, AttentionShape shape) {
     constexpr int W = 16 / (int)sizeof(T);
     int64_t i = ((int64_t)blockIdx.x * 256 + threadIdx.x) / LANES; // (b, t, h), h fastest
     int c = threadIdx.x % LANES * W;
@@ -30,8 +31,10 @@ template <typename T, int LANES> __global__ void __launch_bounds__(256) attentio
     }
 }
 
-template <typename T, int LANES> static void attention_rowsum_launch(float *rowsum, Tensor dout, Tensor out, AttentionShape shape, Stream stream) {
-    attention_rowsum_kernel<T, LANES><<<grid_blocks(ceil_div(shape.B * shape.T * shape.NH * LANES, 256)), 256, 0, (cudaStream_t)stream>>>(rowsum, (const T *)dout.data, (const T *)out.data, shape);
+template <typename T, int LANES>
+static void attention_rowsum_launch(float *rowsum, Tensor dout, Tensor out, AttentionShape shape, Stream stream) {
+    const unsigned blocks = grid_blocks(ceil_div(shape.B * shape.T * shape.NH * LANES, 256));
+    attention_rowsum_kernel<T, LANES><<<blocks, 256, 0, (cudaStream_t)stream>>>(rowsum, elements<const T>(dout), elements<const T>(out), shape);
     launch_check();
 }
 
@@ -52,7 +55,8 @@ template <typename T, int D> struct BackwardSizes {
 };
 
 // Starts the copy of lse and rowsum of a tile of queries. Beyond the sequence lse is infinite, hence P = 0 there.
-template <int ROWS> __device__ static inline void statistics_load(float *tile_lse, float *tile_rowsum, const float *lse, const float *rowsum, int row0, int rows_total) {
+template <int ROWS>
+__device__ static inline void statistics_load(float *tile_lse, float *tile_rowsum, const float *lse, const float *rowsum, int row0, int rows_total) {
     int i = threadIdx.x % ROWS;
     if (threadIdx.x >= 2 * ROWS) return;
     bool valid = row0 + i < rows_total, is_lse = threadIdx.x < ROWS;
@@ -62,7 +66,9 @@ template <int ROWS> __device__ static inline void statistics_load(float *tile_ls
     else *to = is_lse ? INFINITY : 0.0f;
 }
 
-template <typename T, int D> __global__ void __launch_bounds__(ATTENTION_THREADS, 2) attention_backward_kv_kernel(T *dqkv, const T *dout, const T *qkv, const float *lse, const float *rowsum, AttentionShape shape, float scale) {
+template <typename T, int D>
+__global__ void __launch_bounds__(ATTENTION_THREADS, 2)
+attention_backward_kv_kernel(T *dqkv, const T *dout, const T *qkv, const float *lse, const float *rowsum, AttentionShape shape, float scale) {
     using Sizes = BackwardSizes<T, D>;
     constexpr int MT = Sizes::MT, BK = Sizes::OWN, BQ = Sizes::WALK, SQ = Sizes::PART, TILE = BQ * TILE_STRIDE<D>;
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -75,7 +81,8 @@ template <typename T, int D> __global__ void __launch_bounds__(ATTENTION_THREADS
     const int64_t first = (int64_t)at.b * seq * shape.qkv_stride + (int64_t)at.h * HS;
     const T *q = qkv + first, *k = q + shape.out_stride, *v = k + shape.out_stride;
     const T *dout_head = dout + (int64_t)at.b * seq * shape.out_stride + (int64_t)at.h * HS;
-    const float *lse_head = lse + ((int64_t)at.b * shape.NH + at.h) * seq, *rowsum_head = rowsum + ((int64_t)at.b * shape.NH + at.h) * seq;
+    const int64_t statistics = ((int64_t)at.b * shape.NH + at.h) * seq;
+    const float *lse_head = lse + statistics, *rowsum_head = rowsum + statistics;
     const int k0 = at.row0, warp_k0 = k0 + warp * 16 * MT;
     const int first_tile = k0 / BQ, end_tile = (seq + BQ - 1) / BQ; // earlier queries see none of these keys
     const float scale_log2 = scale * LOG2E;
@@ -213,7 +220,9 @@ template <typename T, int D> __global__ void __launch_bounds__(ATTENTION_THREADS
 // ---------------------------------------------------------------------------------------------------------------
 // 16-bit types: dq. As forward: queries down, keys across.
 
-template <typename T, int D> __global__ void __launch_bounds__(ATTENTION_THREADS, 2) attention_backward_q_kernel(T *dqkv, const T *dout, const T *qkv, const float *lse, const float *rowsum, AttentionShape shape, float scale) {
+template <typename T, int D>
+__global__ void __launch_bounds__(ATTENTION_THREADS, 2)
+attention_backward_q_kernel(T *dqkv, const T *dout, const T *qkv, const float *lse, const float *rowsum, AttentionShape shape, float scale) {
     using Sizes = BackwardSizes<T, D>;
     constexpr int MT = Sizes::MT, BM = Sizes::OWN, BN = Sizes::WALK, SN = Sizes::PART, TILE = BN * TILE_STRIDE<D>;
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -324,18 +333,23 @@ template <typename T, int D> __global__ void __launch_bounds__(ATTENTION_THREADS
         store_rows<T, D>(dqkv + first, shape.qkv_stride, tile_q, (warp * MT + m) * 16, q0, seq, HS, dq[m], scale, scale);
 }
 
-template <typename T> static void attention_backward_launch(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, float *rowsum, AttentionShape shape, Stream stream) {
-    float scale = 1.0f / sqrtf((float)shape.HS);
+template <typename T>
+static void attention_backward_launch(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, float *rowsum, AttentionShape shape,
+                                      Stream stream) {
+    const float scale = 1.0f / sqrtf((float)shape.HS);
+    const cudaStream_t s = (cudaStream_t)stream;
     HEAD_SIZE_SWITCH(shape.HS, {
         using Sizes = BackwardSizes<T, D>;
         constexpr int LANES = D <= 32 ? 4 : D <= 64 ? 8 : 16; // of 8 elements
         attention_rowsum_launch<T, LANES>(rowsum, dout, out, shape, stream);
-        unsigned blocks = attention_blocks(shape, Sizes::OWN);
+        const unsigned blocks = attention_blocks(shape, Sizes::OWN);
         shared_bytes_allow(attention_backward_kv_kernel<T, D>, Sizes::BYTES_KV);
         shared_bytes_allow(attention_backward_q_kernel<T, D>, Sizes::BYTES_Q);
-        attention_backward_kv_kernel<T, D><<<blocks, ATTENTION_THREADS, Sizes::BYTES_KV, (cudaStream_t)stream>>>((T *)dqkv.data, (const T *)dout.data, (const T *)qkv.data, (const float *)lse.data, rowsum, shape, scale);
+        attention_backward_kv_kernel<T, D><<<blocks, ATTENTION_THREADS, Sizes::BYTES_KV, s>>>(
+            elements<T>(dqkv), elements<const T>(dout), elements<const T>(qkv), elements<const float>(lse), rowsum, shape, scale);
         launch_check();
-        attention_backward_q_kernel<T, D><<<blocks, ATTENTION_THREADS, Sizes::BYTES_Q, (cudaStream_t)stream>>>((T *)dqkv.data, (const T *)dout.data, (const T *)qkv.data, (const float *)lse.data, rowsum, shape, scale);
+        attention_backward_q_kernel<T, D><<<blocks, ATTENTION_THREADS, Sizes::BYTES_Q, s>>>(
+            elements<T>(dqkv), elements<const T>(dout), elements<const T>(qkv), elements<const float>(lse), rowsum, shape, scale);
         launch_check();
     });
 }
@@ -344,7 +358,10 @@ template <typename T> static void attention_backward_launch(Tensor dqkv, Tensor 
 // fp32. WALK_QUERIES: the block owns keys and walks over queries (dk, dv); otherwise it owns queries and walks over keys
 // (dq). Scores have owned rows down and walked rows across.
 
-template <bool WALK_QUERIES> __global__ void __launch_bounds__(PLAIN_THREADS) attention_backward_plain_kernel(float *dqkv, const float *dout, const float *qkv, const float *lse, const float *rowsum, AttentionShape shape, float scale) {
+template <bool WALK_QUERIES>
+__global__ void __launch_bounds__(PLAIN_THREADS)
+attention_backward_plain_kernel(float *dqkv, const float *dout, const float *qkv, const float *lse, const float *rowsum, AttentionShape shape,
+                                float scale) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     const int seq = shape.T, HS = shape.HS, x = threadIdx.x % 16, y = threadIdx.x / 16, TILE = PLAIN_ROWS * (HS + 1);
     float *tile_q = reinterpret_cast<float *>(shared_bytes), *tile_k = tile_q + TILE, *tile_v = tile_k + TILE, *tile_do = tile_v + TILE;
@@ -353,7 +370,8 @@ template <bool WALK_QUERIES> __global__ void __launch_bounds__(PLAIN_THREADS) at
     const int64_t first = (int64_t)at.b * seq * shape.qkv_stride + (int64_t)at.h * HS;
     const float *q = qkv + first, *k = q + shape.out_stride, *v = k + shape.out_stride;
     const float *dout_head = dout + (int64_t)at.b * seq * shape.out_stride + (int64_t)at.h * HS;
-    const float *lse_head = lse + ((int64_t)at.b * shape.NH + at.h) * seq, *rowsum_head = rowsum + ((int64_t)at.b * shape.NH + at.h) * seq;
+    const int64_t statistics = ((int64_t)at.b * shape.NH + at.h) * seq;
+    const float *lse_head = lse + statistics, *rowsum_head = rowsum + statistics;
     const int own0 = at.row0;
 
     float d0[2][PLAIN_COLUMNS], d1[2][PLAIN_COLUMNS]; // dk and dv, or dq and nothing
@@ -401,23 +419,28 @@ template <bool WALK_QUERIES> __global__ void __launch_bounds__(PLAIN_THREADS) at
         plain_store(d_first, shape.qkv_stride, own0, seq, HS, d0, scale, scale, x, y);
 }
 
-static void attention_backward_plain_launch(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, float *rowsum, AttentionShape shape, Stream stream) {
-    float scale = 1.0f / sqrtf((float)shape.HS);
-    int64_t bytes = (4 * PLAIN_ROWS * (shape.HS + 1) + 2 * PLAIN_ROWS * 33) * (int64_t)sizeof(float);
-    unsigned blocks = attention_blocks(shape, PLAIN_ROWS);
+static void attention_backward_plain_launch(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, float *rowsum, AttentionShape shape,
+                                            Stream stream) {
+    const float scale = 1.0f / sqrtf((float)shape.HS);
+    const cudaStream_t s = (cudaStream_t)stream;
+    const int64_t bytes = (4 * PLAIN_ROWS * (shape.HS + 1) + 2 * PLAIN_ROWS * 33) * (int64_t)sizeof(float);
+    const unsigned blocks = attention_blocks(shape, PLAIN_ROWS);
     attention_rowsum_launch<float, 32>(rowsum, dout, out, shape, stream);
     shared_bytes_allow(attention_backward_plain_kernel<true>, bytes);
     shared_bytes_allow(attention_backward_plain_kernel<false>, bytes);
-    attention_backward_plain_kernel<true><<<blocks, PLAIN_THREADS, (size_t)bytes, (cudaStream_t)stream>>>((float *)dqkv.data, (const float *)dout.data, (const float *)qkv.data, (const float *)lse.data, rowsum, shape, scale);
+    attention_backward_plain_kernel<true><<<blocks, PLAIN_THREADS, (size_t)bytes, s>>>(
+        elements<float>(dqkv), elements<const float>(dout), elements<const float>(qkv), elements<const float>(lse), rowsum, shape, scale);
     launch_check();
-    attention_backward_plain_kernel<false><<<blocks, PLAIN_THREADS, (size_t)bytes, (cudaStream_t)stream>>>((float *)dqkv.data, (const float *)dout.data, (const float *)qkv.data, (const float *)lse.data, rowsum, shape, scale);
+    attention_backward_plain_kernel<false><<<blocks, PLAIN_THREADS, (size_t)bytes, s>>>(
+        elements<float>(dqkv), elements<const float>(dout), elements<const float>(qkv), elements<const float>(lse), rowsum, shape, scale);
     launch_check();
 }
 
 void cuda::attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, int NH, Stream stream) {
-    AttentionShape shape = attention_shape(qkv, dout, lse, NH);
-    CHECK(same_shape(dqkv, qkv) && dqkv.dtype == qkv.dtype && same_shape(out, dout) && out.dtype == dout.dtype, "dqkv and qkv, or out and dout, differ");
-    CHECK(is_aligned(dqkv.data, 16) && is_aligned(out.data, 16), "dqkv and out must be aligned to 16 bytes");
+    const AttentionShape shape = attention_shape("attention_backward", qkv, "dout", dout, lse, NH);
+    check_act("attention_backward", "dqkv", dqkv, shape.B * shape.T, shape.qkv_stride, qkv.dtype);
+    check_act("attention_backward", "out", out, shape.B * shape.T, shape.out_stride, qkv.dtype);
+    CHECK(is_aligned(dqkv.data, 16) && is_aligned(out.data, 16), "attention_backward: dqkv and out must be aligned to 16 bytes");
     if (shape.B == 0 || shape.T == 0) return;
     float *rowsum = (float *)scratch_get(shape.B * NH * shape.T * (int64_t)sizeof(float), stream);
     switch (qkv.dtype) {

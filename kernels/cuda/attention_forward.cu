@@ -16,7 +16,9 @@ template <typename T, int D> struct ForwardSizes {
     static constexpr int64_t BYTES = tile_bytes<T, D>(BM) + 4 * tile_bytes<T, D>(BN);
 };
 
-template <typename T, int D> __global__ void __launch_bounds__(ATTENTION_THREADS, 2) attention_forward_kernel(T *out, float *lse, const T *qkv, AttentionShape shape, float scale_log2) {
+template <typename T, int D>
+__global__ void __launch_bounds__(ATTENTION_THREADS, 2)
+attention_forward_kernel(T *out, float *lse, const T *qkv, AttentionShape shape, float scale_log2) {
     constexpr int MT = ForwardSizes<T, D>::MT, BM = ForwardSizes<T, D>::BM, BN = ForwardSizes<T, D>::BN;
     constexpr int TILE = BN * TILE_STRIDE<D>;
     extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -142,7 +144,8 @@ template <typename T, int D> __global__ void __launch_bounds__(ATTENTION_THREADS
             total += __shfl_xor_sync(0xffffffffu, total, 2);
             inverse[half] = 1.0f / total;
             int row = warp_q0 + m * 16 + g + 8 * half;
-            if (t == 0 && row < seq) lse[((int64_t)at.b * shape.NH + at.h) * seq + row] = largest[m][half] * scale_log2 * LN2 + logf(total);
+            if (t == 0 && row < seq)
+                lse[((int64_t)at.b * shape.NH + at.h) * seq + row] = largest[m][half] * scale_log2 * LN2 + logf(total);
         }
         // The queries are in registers since tile 0: this warp's rows of their tile are free.
         store_rows<T, D>(out_head, shape.out_stride, tile_q, (warp * MT + m) * 16, q0, seq, HS, o[m], inverse[0], inverse[1]);
@@ -150,11 +153,13 @@ template <typename T, int D> __global__ void __launch_bounds__(ATTENTION_THREADS
 }
 
 template <typename T> static void attention_forward_launch(Tensor out, Tensor lse, Tensor qkv, AttentionShape shape, Stream stream) {
-    float scale_log2 = LOG2E / sqrtf((float)shape.HS);
+    const float scale_log2 = LOG2E / sqrtf((float)shape.HS);
+    const cudaStream_t s = (cudaStream_t)stream;
     HEAD_SIZE_SWITCH(shape.HS, {
         using Sizes = ForwardSizes<T, D>;
         shared_bytes_allow(attention_forward_kernel<T, D>, Sizes::BYTES);
-        attention_forward_kernel<T, D><<<attention_blocks(shape, Sizes::BM), ATTENTION_THREADS, Sizes::BYTES, (cudaStream_t)stream>>>((T *)out.data, (float *)lse.data, (const T *)qkv.data, shape, scale_log2);
+        attention_forward_kernel<T, D><<<attention_blocks(shape, Sizes::BM), ATTENTION_THREADS, Sizes::BYTES, s>>>(
+            elements<T>(out), elements<float>(lse), elements<const T>(qkv), shape, scale_log2);
     });
     launch_check();
 }
@@ -162,10 +167,12 @@ template <typename T> static void attention_forward_launch(Tensor out, Tensor ls
 // ---------------------------------------------------------------------------------------------------------------
 // fp32
 
-__global__ void __launch_bounds__(PLAIN_THREADS) attention_forward_plain_kernel(float *out, float *lse, const float *qkv, AttentionShape shape, float scale) {
+__global__ void __launch_bounds__(PLAIN_THREADS)
+attention_forward_plain_kernel(float *out, float *lse, const float *qkv, AttentionShape shape, float scale) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     const int seq = shape.T, HS = shape.HS, x = threadIdx.x % 16, y = threadIdx.x / 16;
-    float *tile_q = reinterpret_cast<float *>(shared_bytes), *tile_k = tile_q + PLAIN_ROWS * (HS + 1), *tile_v = tile_k + PLAIN_ROWS * (HS + 1), *tile_p = tile_v + PLAIN_ROWS * (HS + 1);
+    const int TILE = PLAIN_ROWS * (HS + 1);
+    float *tile_q = reinterpret_cast<float *>(shared_bytes), *tile_k = tile_q + TILE, *tile_v = tile_k + TILE, *tile_p = tile_v + TILE;
     AttentionTile at = attention_tile(shape, PLAIN_ROWS, true);
     const float *q = qkv + (int64_t)at.b * seq * shape.qkv_stride + (int64_t)at.h * HS, *k = q + shape.out_stride, *v = k + shape.out_stride;
     const int q0 = at.row0;
@@ -205,20 +212,25 @@ __global__ void __launch_bounds__(PLAIN_THREADS) attention_forward_plain_kernel(
         int row = q0 + 2 * y + r;
         if (x == 0 && row < seq) lse[((int64_t)at.b * shape.NH + at.h) * seq + row] = largest[r] + logf(sum[r]);
     }
-    plain_store(out + (int64_t)at.b * seq * shape.out_stride + (int64_t)at.h * HS, shape.out_stride, q0, seq, HS, o, 1.0f / sum[0], 1.0f / sum[1], x, y);
+    float *out_head = out + (int64_t)at.b * seq * shape.out_stride + (int64_t)at.h * HS;
+    plain_store(out_head, shape.out_stride, q0, seq, HS, o, 1.0f / sum[0], 1.0f / sum[1], x, y);
+}
+
+static void attention_forward_plain_launch(Tensor out, Tensor lse, Tensor qkv, AttentionShape shape, Stream stream) {
+    const float scale = 1.0f / sqrtf((float)shape.HS);
+    const int64_t bytes = (3 * PLAIN_ROWS * (shape.HS + 1) + PLAIN_ROWS * 33) * (int64_t)sizeof(float);
+    shared_bytes_allow(attention_forward_plain_kernel, bytes);
+    attention_forward_plain_kernel<<<attention_blocks(shape, PLAIN_ROWS), PLAIN_THREADS, (size_t)bytes, (cudaStream_t)stream>>>(
+        elements<float>(out), elements<float>(lse), elements<const float>(qkv), shape, scale);
+    launch_check();
 }
 
 void cuda::attention_forward(Tensor out, Tensor lse, Tensor qkv, int NH, Stream stream) {
-    AttentionShape shape = attention_shape(qkv, out, lse, NH);
+    const AttentionShape shape = attention_shape("attention_forward", qkv, "out", out, lse, NH);
     if (shape.B == 0 || shape.T == 0) return;
     switch (qkv.dtype) {
     case DTYPE_BF16: attention_forward_launch<__nv_bfloat16>(out, lse, qkv, shape, stream); break;
     case DTYPE_FP16: attention_forward_launch<__half>(out, lse, qkv, shape, stream); break;
-    default: {
-        int64_t bytes = (3 * PLAIN_ROWS * (shape.HS + 1) + PLAIN_ROWS * 33) * (int64_t)sizeof(float);
-        shared_bytes_allow(attention_forward_plain_kernel, bytes);
-        attention_forward_plain_kernel<<<attention_blocks(shape, PLAIN_ROWS), PLAIN_THREADS, (size_t)bytes, (cudaStream_t)stream>>>((float *)out.data, (float *)lse.data, (const float *)qkv.data, shape, 1.0f / sqrtf((float)shape.HS));
-        launch_check();
-    }
+    default: attention_forward_plain_launch(out, lse, qkv, shape, stream);
     }
 }

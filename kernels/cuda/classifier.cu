@@ -15,7 +15,9 @@ __device__ static inline Denominator denominator_join(Denominator a, Denominator
 }
 
 // One block a row. loss = log sum exp(x) - x[target];  dx_j = (softmax_j - [j = target]) dloss.
-template <typename T, int W> __global__ void __launch_bounds__(1024) classifier_kernel(T *logits, float *losses, const int32_t *targets, int64_t V, int64_t Vp, float dloss, bool write_dlogits) {
+template <typename T, int W>
+__global__ void __launch_bounds__(1024)
+classifier_kernel(T *logits, float *losses, const int32_t *targets, int64_t V, int64_t Vp, float dloss, bool write_dlogits) {
     __shared__ Denominator of_warp[32];
     T *row = logits + (int64_t)blockIdx.x * Vp;
     int target = targets[blockIdx.x];
@@ -65,13 +67,17 @@ template <typename T, int W> __global__ void __launch_bounds__(1024) classifier_
     }
 }
 
-void cuda::classifier_forward_backward(Tensor logits, Tensor losses, const int32_t *targets, int64_t V, float dloss, bool write_dlogits, Stream stream) {
-    int64_t rows = tensor_rows(logits), Vp = tensor_columns(logits);
-    CHECK(V >= 1 && V <= Vp && tensor_numel(losses) == rows && losses.dtype == DTYPE_FP32, "V %" PRId64 ", Vp %" PRId64 ", %" PRId64 " rows, %" PRId64 " losses", V, Vp, rows, tensor_numel(losses));
+void cuda::classifier_forward_backward(Tensor logits, Tensor losses, const int32_t *targets, int64_t V, float dloss, bool write_dlogits,
+                                       Stream stream) {
+    const int64_t rows = tensor_rows(logits), Vp = tensor_columns(logits);
+    const cudaStream_t s = (cudaStream_t)stream;
+    CHECK(V >= 1 && V <= Vp, "classifier_forward_backward: V is %" PRId64 " with %" PRId64 " columns", V, Vp);
+    check_f32("classifier_forward_backward", "losses", losses, 1, rows);
     if (rows == 0) return;
     FLOATX_SWITCH(logits.dtype, WIDTH_SWITCH(Vp % vec_width<floatX>() == 0 && is_aligned(logits.data, 16), vec_width<floatX>(), {
-        int threads = (int)min_i64(1024, round_up(ceil_div(Vp, W), 32));
-        classifier_kernel<floatX, W><<<grid_blocks(rows), threads, 0, (cudaStream_t)stream>>>((floatX *)logits.data, (float *)losses.data, targets, V, Vp, dloss, write_dlogits);
+        const int threads = (int)min_i64(1024, round_up(ceil_div(Vp, W), 32));
+        classifier_kernel<floatX, W><<<grid_blocks(rows), threads, 0, s>>>(
+            elements<floatX>(logits), elements<float>(losses), targets, V, Vp, dloss, write_dlogits);
         launch_check();
     }));
 }

@@ -46,10 +46,27 @@ void columns_reduce(float *out, const float *partial, int n_partials, int64_t st
 
 // Sorts n pairs by the low key_bits of non-negative keys; equal keys keep their order. Without `temporary` it only stores
 // the bytes that a sort of n needs there.
-cudaError_t sort_pairs(void *temporary, size_t *temporary_bytes, const int32_t *keys, int32_t *keys_sorted, const int32_t *values, int32_t *values_sorted, int n, int key_bits, cudaStream_t stream);
+cudaError_t sort_pairs(void *temporary, size_t *temporary_bytes, const int32_t *keys, int32_t *keys_sorted, const int32_t *values,
+                       int32_t *values_sorted, int n, int key_bits, cudaStream_t stream);
 
 static inline bool is_aligned(const void *p, int64_t bytes) { return (uintptr_t)p % (uintptr_t)bytes == 0; }
-static inline bool same_shape(Tensor a, Tensor b) { return tensor_rows(a) == tensor_rows(b) && tensor_columns(a) == tensor_columns(b); }
+
+// The elements of a tensor, whose dtype the caller has checked.
+template <typename T> static inline T *elements(Tensor t) { return (T *)t.data; }
+
+// Shape checks: a mismatch is a bug of the caller. A vector (rows = 1) may come in any shape with the right number of elements.
+static inline void check_shape(const char *kernel, const char *name, Tensor t, int64_t rows, int64_t columns) {
+    CHECK(t.data != NULL && tensor_numel(t) == rows * columns && (rows == 1 || tensor_columns(t) == columns),
+          "%s: %s has %" PRId64 " rows of %" PRId64 ", data %p, wanted %" PRId64 " rows of %" PRId64, kernel, name,
+          tensor_rows(t), tensor_columns(t), t.data, rows, columns);
+}
+static inline void check_act(const char *kernel, const char *name, Tensor t, int64_t rows, int64_t columns, DType wanted) {
+    check_shape(kernel, name, t, rows, columns);
+    CHECK(t.dtype == wanted, "%s: %s is %s, wanted %s", kernel, name, dtype_name(t.dtype), dtype_name(wanted));
+}
+static inline void check_f32(const char *kernel, const char *name, Tensor t, int64_t rows, int64_t columns) {
+    check_act(kernel, name, t, rows, columns, DTYPE_FP32);
+}
 
 // Number of blocks of a one-dimensional grid.
 static inline unsigned grid_blocks(int64_t blocks) {

@@ -4,7 +4,7 @@
 enum { ELEMENT_THREADS = 256 };
 
 // First element of this thread when each thread handles W, and the last block may be partly idle.
-template <int W> __device__ static inline int64_t element_index() { return ((int64_t)blockIdx.x * ELEMENT_THREADS + threadIdx.x) * W; }
+template <int W> __device__ static inline int64_t element_index(void) { return ((int64_t)blockIdx.x * ELEMENT_THREADS + threadIdx.x) * W; }
 static inline unsigned element_blocks(int64_t n, int W) { return grid_blocks(ceil_div(n, (int64_t)ELEMENT_THREADS * W)); }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -41,20 +41,26 @@ template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) 
 }
 
 void cuda::gelu_forward(Tensor out, Tensor x, Stream stream) {
-    int64_t n = tensor_numel(x);
-    CHECK(tensor_numel(out) == n && out.dtype == x.dtype, "%" PRId64 " elements of x, %" PRId64 " of out", n, tensor_numel(out));
+    const int64_t n = tensor_numel(x);
+    const cudaStream_t s = (cudaStream_t)stream;
+    check_act("gelu_forward", "out", out, tensor_rows(x), tensor_columns(x), x.dtype);
+    const bool aligned = tensor_bytes(x) % 16 == 0 && is_aligned(x.data, 16) && is_aligned(out.data, 16);
     if (n == 0) return;
-    FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(n % vec_width<floatX>() == 0 && is_aligned(x.data, 16) && is_aligned(out.data, 16), vec_width<floatX>(),
-        gelu_forward_kernel<floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, (cudaStream_t)stream>>>((floatX *)out.data, (const floatX *)x.data, n)));
+    FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(),
+        gelu_forward_kernel<floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>(elements<floatX>(out), elements<const floatX>(x), n)));
     launch_check();
 }
 
 void cuda::gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream stream) {
-    int64_t n = tensor_numel(x);
-    CHECK(tensor_numel(dx) == n && tensor_numel(dout) == n && dx.dtype == x.dtype && dout.dtype == x.dtype, "dx, dout and x differ");
+    const int64_t n = tensor_numel(x);
+    const cudaStream_t s = (cudaStream_t)stream;
+    check_act("gelu_backward", "dout", dout, tensor_rows(x), tensor_columns(x), x.dtype);
+    check_act("gelu_backward", "dx", dx, tensor_rows(x), tensor_columns(x), x.dtype);
+    const bool aligned = tensor_bytes(x) % 16 == 0 && is_aligned(x.data, 16) && is_aligned(dout.data, 16) && is_aligned(dx.data, 16);
     if (n == 0) return;
-    FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(n % vec_width<floatX>() == 0 && is_aligned(x.data, 16) && is_aligned(dout.data, 16) && is_aligned(dx.data, 16), vec_width<floatX>(),
-        gelu_backward_kernel<floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, (cudaStream_t)stream>>>((floatX *)dx.data, (const floatX *)dout.data, (const floatX *)x.data, n)));
+    FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(),
+        gelu_backward_kernel<floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>(
+            elements<floatX>(dx), elements<const floatX>(dout), elements<const floatX>(x), n)));
     launch_check();
 }
 
@@ -74,14 +80,15 @@ template <typename D, typename S, int W> __global__ void __launch_bounds__(ELEME
 }
 
 template <typename D, typename S> static void convert_launch(Tensor dst, Tensor src, Stream stream) {
-    int64_t n = tensor_numel(src);
+    const int64_t n = tensor_numel(src);
+    const cudaStream_t s = (cudaStream_t)stream;
     WIDTH_SWITCH(is_aligned(dst.data, 16) && is_aligned(src.data, 16), 4,
-        convert_kernel<D, S, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, (cudaStream_t)stream>>>((D *)dst.data, (const S *)src.data, n));
+        convert_kernel<D, S, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>(elements<D>(dst), elements<const S>(src), n));
     launch_check();
 }
 
 void cuda::convert(Tensor dst, Tensor src, Stream stream) {
-    CHECK(tensor_numel(dst) == tensor_numel(src), "%" PRId64 " elements into %" PRId64, tensor_numel(src), tensor_numel(dst));
+    check_shape("convert", "dst", dst, 1, tensor_numel(src));
     if (tensor_numel(src) == 0) return;
     if (dst.dtype == src.dtype) { device_copy(dst.data, src.data, tensor_bytes(src), COPY_ON_DEVICE, stream); return; }
     switch (dst.dtype * DTYPE_COUNT + src.dtype) {
@@ -107,9 +114,10 @@ template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) 
 }
 
 void cuda::fill(Tensor t, float value, Stream stream) {
-    int64_t n = tensor_numel(t);
+    const int64_t n = tensor_numel(t);
+    const cudaStream_t s = (cudaStream_t)stream;
     if (n == 0) return;
     FLOATX_SWITCH(t.dtype, WIDTH_SWITCH(is_aligned(t.data, 16), vec_width<floatX>(),
-        fill_kernel<floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, (cudaStream_t)stream>>>((floatX *)t.data, value, n)));
+        fill_kernel<floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>(elements<floatX>(t), value, n)));
     launch_check();
 }

@@ -8,7 +8,9 @@
 enum { EMBEDDING_THREADS = 128 };
 
 // One block a row of out.
-template <typename T, int W> __global__ void __launch_bounds__(EMBEDDING_THREADS) embedding_forward_kernel(T *out, const int32_t *tokens, const T *wte, const T *wpe, int T_, int C) {
+template <typename T, int W>
+__global__ void __launch_bounds__(EMBEDDING_THREADS)
+embedding_forward_kernel(T *out, const int32_t *tokens, const T *wte, const T *wpe, int T_, int C) {
     int64_t r = blockIdx.x, token = tokens[r], t = r % T_;
     for (int c = threadIdx.x * W; c < C; c += EMBEDDING_THREADS * W) {
         Vec<T, W> a = vec_load<W>(wte + token * C + c), b = vec_load<W>(wpe + t * C + c);
@@ -19,12 +21,17 @@ template <typename T, int W> __global__ void __launch_bounds__(EMBEDDING_THREADS
 }
 
 void cuda::embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, Stream stream) {
-    CHECK(out.ndim == 3, "out has %d dimensions", out.ndim);
-    int64_t rows = tensor_rows(out), T = out.shape[1], C = out.shape[2];
-    CHECK(tensor_columns(wte) == C && tensor_columns(wpe) == C && tensor_rows(wpe) >= T && wte.dtype == out.dtype && wpe.dtype == out.dtype, "out has %" PRId64 " columns, wte %" PRId64 ", wpe %" PRId64, C, tensor_columns(wte), tensor_columns(wpe));
+    CHECK(out.ndim == 3, "embedding_forward: out has %d dimensions", out.ndim);
+    CHECK(tensor_rows(wpe) >= out.shape[1], "embedding_forward: wpe has %" PRId64 " rows for %" PRId64, tensor_rows(wpe), out.shape[1]);
+    const int64_t rows = tensor_rows(out), T = out.shape[1], C = out.shape[2];
+    const cudaStream_t s = (cudaStream_t)stream;
+    check_act("embedding_forward", "wte", wte, tensor_rows(wte), C, out.dtype);
+    check_act("embedding_forward", "wpe", wpe, tensor_rows(wpe), C, out.dtype);
+    const bool aligned = C * dtype_bytes(out.dtype) % 16 == 0 && is_aligned(out.data, 16) && is_aligned(wte.data, 16) && is_aligned(wpe.data, 16);
     if (rows == 0) return;
-    FLOATX_SWITCH(out.dtype, WIDTH_SWITCH(C % vec_width<floatX>() == 0 && is_aligned(out.data, 16) && is_aligned(wte.data, 16) && is_aligned(wpe.data, 16), vec_width<floatX>(),
-        embedding_forward_kernel<floatX, W><<<grid_blocks(rows), EMBEDDING_THREADS, 0, (cudaStream_t)stream>>>((floatX *)out.data, tokens, (const floatX *)wte.data, (const floatX *)wpe.data, (int)T, (int)C)));
+    FLOATX_SWITCH(out.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(),
+        embedding_forward_kernel<floatX, W><<<grid_blocks(rows), EMBEDDING_THREADS, 0, s>>>(
+            elements<floatX>(out), tokens, elements<const floatX>(wte), elements<const floatX>(wpe), (int)T, (int)C)));
     launch_check();
 }
 
@@ -32,7 +39,9 @@ void cuda::embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tens
 // Backward of the positions: dwpe[t] (+)= sum over b of dout[b,t]. Row t >= T gets nothing.
 
 // One block a row of dwpe.
-template <typename T, int W> __global__ void __launch_bounds__(EMBEDDING_THREADS) position_backward_kernel(float *dwpe, const T *dout, int64_t B, int64_t T_, int C, bool accumulate) {
+template <typename T, int W>
+__global__ void __launch_bounds__(EMBEDDING_THREADS)
+position_backward_kernel(float *dwpe, const T *dout, int64_t B, int64_t T_, int C, bool accumulate) {
     int64_t t = blockIdx.x;
     for (int c = threadIdx.x * W; c < C; c += EMBEDDING_THREADS * W) {
         float sum[W];
@@ -69,10 +78,14 @@ enum { CHUNK = 32 };
 
 // Whether the run at sorted place i continues what was before the chunk, or goes on after it.
 __device__ static inline bool run_came_in(const int32_t *sorted, int64_t first) { return first > 0 && sorted[first - 1] == sorted[first]; }
-__device__ static inline bool run_goes_on(const int32_t *sorted, int64_t last, int64_t n) { return last + 1 < n && sorted[last + 1] == sorted[last]; }
+__device__ static inline bool run_goes_on(const int32_t *sorted, int64_t last, int64_t n) {
+    return last + 1 < n && sorted[last + 1] == sorted[last];
+}
 
 // scratch: (chunks, 2, C), [0] the sum of the run that came in, [1] of the run that begins here and goes on.
-template <typename T, int W> __global__ void __launch_bounds__(EMBEDDING_THREADS) token_chunk_kernel(float *dwte, float *sums, const int32_t *sorted, const int32_t *place, const T *dout, int64_t n, int C, int column_blocks) {
+template <typename T, int W>
+__global__ void __launch_bounds__(EMBEDDING_THREADS)
+token_chunk_kernel(float *dwte, float *sums, const int32_t *sorted, const int32_t *place, const T *dout, int64_t n, int C, int column_blocks) {
     int64_t chunk = blockIdx.x / column_blocks;
     int c = ((int)(blockIdx.x % column_blocks) * EMBEDDING_THREADS + threadIdx.x) * W;
     if (c >= C) return;
@@ -102,7 +115,8 @@ template <typename T, int W> __global__ void __launch_bounds__(EMBEDDING_THREADS
 }
 
 // The chunk in which a crossing run begins adds it up.
-__global__ void __launch_bounds__(EMBEDDING_THREADS) token_join_kernel(float *dwte, const float *sums, const int32_t *sorted, int64_t n, int C, int column_blocks) {
+__global__ void __launch_bounds__(EMBEDDING_THREADS)
+token_join_kernel(float *dwte, const float *sums, const int32_t *sorted, int64_t n, int C, int column_blocks) {
     int64_t chunk = blockIdx.x / column_blocks;
     int c = (int)(blockIdx.x % column_blocks) * EMBEDDING_THREADS + threadIdx.x;
     int64_t last = chunk * CHUNK + CHUNK - 1;
@@ -119,18 +133,21 @@ __global__ void __launch_bounds__(256) iota_kernel(int32_t *out, int n) {
     if (i < n) out[i] = i;
 }
 
-void cuda::embedding_backward(Tensor dwte, Tensor dwpe, const int32_t *tokens, Tensor dout, bool accumulate_wte, bool accumulate_wpe, Stream stream) {
-    CHECK(dout.ndim == 3, "dout has %d dimensions", dout.ndim);
-    int64_t B = dout.shape[0], T = dout.shape[1], C = dout.shape[2], n = B * T;
-    CHECK(tensor_columns(dwte) == C && tensor_columns(dwpe) == C && tensor_rows(dwpe) >= T && dwte.dtype == DTYPE_FP32 && dwpe.dtype == DTYPE_FP32, "dout has %" PRId64 " columns, dwte %" PRId64 ", dwpe %" PRId64, C, tensor_columns(dwte), tensor_columns(dwpe));
-    CHECK(n < INT32_MAX, "%" PRId64 " tokens", n);
-    cudaStream_t s = (cudaStream_t)stream;
+void cuda::embedding_backward(Tensor dwte, Tensor dwpe, const int32_t *tokens, Tensor dout, bool accumulate_wte, bool accumulate_wpe,
+                              Stream stream) {
+    CHECK(dout.ndim == 3, "embedding_backward: dout has %d dimensions", dout.ndim);
+    CHECK(tensor_rows(dwpe) >= dout.shape[1], "embedding_backward: dwpe has %" PRId64 " rows for %" PRId64, tensor_rows(dwpe), dout.shape[1]);
+    const int64_t B = dout.shape[0], T = dout.shape[1], C = dout.shape[2], n = B * T;
+    const cudaStream_t s = (cudaStream_t)stream;
+    check_f32("embedding_backward", "dwte", dwte, tensor_rows(dwte), C);
+    check_f32("embedding_backward", "dwpe", dwpe, tensor_rows(dwpe), C);
+    CHECK(n < INT32_MAX, "embedding_backward: %" PRId64 " tokens", n);
     if (!accumulate_wte) cudaCheck(cudaMemsetAsync(dwte.data, 0, (size_t)tensor_bytes(dwte), s));
     int bits = 1; // of a token
     while (bits < 31 && tensor_rows(dwte) > (1ll << bits)) bits++;
     size_t sort_bytes = 0;
     cudaCheck(sort_pairs(NULL, &sort_bytes, tokens, NULL, NULL, NULL, (int)n, bits, s));
-    int64_t chunks = ceil_div(n, CHUNK), list_bytes = round_up(n * 4, 256), sums_bytes = round_up(chunks * 2 * C * 4, 256);
+    const int64_t chunks = ceil_div(n, CHUNK), list_bytes = round_up(n * 4, 256), sums_bytes = round_up(chunks * 2 * C * 4, 256);
     char *memory = (char *)scratch_get(3 * list_bytes + sums_bytes + (int64_t)sort_bytes, stream);
     int32_t *order = (int32_t *)memory, *sorted = (int32_t *)(memory + list_bytes), *place = (int32_t *)(memory + 2 * list_bytes);
     float *sums = (float *)(memory + 3 * list_bytes);
@@ -140,15 +157,18 @@ void cuda::embedding_backward(Tensor dwte, Tensor dwpe, const int32_t *tokens, T
         launch_check();
         cudaCheck(sort_pairs(sort_memory, &sort_bytes, tokens, sorted, order, place, (int)n, bits, s));
     }
-    int join_blocks = (int)ceil_div(C, EMBEDDING_THREADS);
+    const int join_blocks = (int)ceil_div(C, EMBEDDING_THREADS);
     FLOATX_SWITCH(dout.dtype, WIDTH_SWITCH(C % vec_width<floatX>() == 0 && is_aligned(dout.data, 16), vec_width<floatX>(), {
-        position_backward_kernel<floatX, W><<<grid_blocks(tensor_rows(dwpe)), EMBEDDING_THREADS, 0, s>>>((float *)dwpe.data, (const floatX *)dout.data, B, T, (int)C, accumulate_wpe);
+        position_backward_kernel<floatX, W><<<grid_blocks(tensor_rows(dwpe)), EMBEDDING_THREADS, 0, s>>>(
+            elements<float>(dwpe), elements<const floatX>(dout), B, T, (int)C, accumulate_wpe);
         launch_check();
         if (n > 0) {
-            int column_blocks = (int)ceil_div(C, EMBEDDING_THREADS * W);
-            token_chunk_kernel<floatX, W><<<grid_blocks(chunks * column_blocks), EMBEDDING_THREADS, 0, s>>>((float *)dwte.data, sums, sorted, place, (const floatX *)dout.data, n, (int)C, column_blocks);
+            const int column_blocks = (int)ceil_div(C, EMBEDDING_THREADS * W);
+            token_chunk_kernel<floatX, W><<<grid_blocks(chunks * column_blocks), EMBEDDING_THREADS, 0, s>>>(
+                elements<float>(dwte), sums, sorted, place, elements<const floatX>(dout), n, (int)C, column_blocks);
             launch_check();
-            token_join_kernel<<<grid_blocks(chunks * join_blocks), EMBEDDING_THREADS, 0, s>>>((float *)dwte.data, sums, sorted, n, (int)C, join_blocks);
+            token_join_kernel<<<grid_blocks(chunks * join_blocks), EMBEDDING_THREADS, 0, s>>>(
+                elements<float>(dwte), sums, sorted, n, (int)C, join_blocks);
             launch_check();
         }
     }));

@@ -11,7 +11,9 @@ static int warps_that_fit(int64_t bytes_per_warp, int64_t budget) { return (int)
 // Forward
 
 template <typename T, int W, bool RESIDUAL>
-__global__ void __launch_bounds__(256) layernorm_forward_kernel(T *residual, T *out, float *mean, float *rstd, const T *x, const T *delta, const T *w, const T *b, int64_t rows, int C, float eps) {
+__global__ void __launch_bounds__(256)
+layernorm_forward_kernel(T *residual, T *out, float *mean, float *rstd, const T *x, const T *delta, const T *w, const T *b,
+                         int64_t rows, int C, float eps) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     T *row = reinterpret_cast<T *>(shared_bytes) + (int64_t)warp * C;
@@ -54,31 +56,42 @@ __global__ void __launch_bounds__(256) layernorm_forward_kernel(T *residual, T *
 }
 
 // residual and delta are not given for the plain form.
-static void layernorm_forward_launch(Tensor residual, Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor delta, Tensor w, Tensor b, float eps, Stream stream) {
-    int64_t rows = tensor_rows(x), C = tensor_columns(x);
-    bool fused = residual.data != NULL;
-    CHECK(same_shape(out, x) && out.dtype == x.dtype && w.dtype == x.dtype && b.dtype == x.dtype, "out and x differ");
-    CHECK(tensor_numel(w) == C && tensor_numel(b) == C && tensor_numel(mean) == rows && tensor_numel(rstd) == rows, "w has %" PRId64 " elements, x %" PRId64 " columns", tensor_numel(w), C);
-    CHECK(!fused || (same_shape(residual, x) && same_shape(delta, x) && residual.dtype == x.dtype && delta.dtype == x.dtype), "residual, delta and x differ");
+static void layernorm_forward_launch(const char *name, Tensor residual, Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor delta,
+                                     Tensor w, Tensor b, float eps, Stream stream) {
+    const int64_t rows = tensor_rows(x), C = tensor_columns(x), row_bytes = C * dtype_bytes(x.dtype);
+    const cudaStream_t s = (cudaStream_t)stream;
+    const bool fused = residual.data != NULL;
+    check_act(name, "out", out, rows, C, x.dtype);
+    check_act(name, "w", w, 1, C, x.dtype);
+    check_act(name, "b", b, 1, C, x.dtype);
+    check_f32(name, "mean", mean, 1, rows);
+    check_f32(name, "rstd", rstd, 1, rows);
+    if (fused) {
+        check_act(name, "residual", residual, rows, C, x.dtype);
+        check_act(name, "delta", delta, rows, C, x.dtype);
+    }
     if (rows == 0) return;
-    int64_t row_bytes = C * dtype_bytes(x.dtype);
-    int warps = warps_that_fit(row_bytes, 48 * 1024);
-    bool aligned = row_bytes % 16 == 0 && is_aligned(x.data, 16) && is_aligned(out.data, 16) && is_aligned(w.data, 16) && is_aligned(b.data, 16) && is_aligned(residual.data, 16) && is_aligned(delta.data, 16);
+    const int warps = warps_that_fit(row_bytes, 48 * 1024);
+    const bool aligned = row_bytes % 16 == 0 && is_aligned(x.data, 16) && is_aligned(out.data, 16) && is_aligned(w.data, 16) &&
+                         is_aligned(b.data, 16) && is_aligned(residual.data, 16) && is_aligned(delta.data, 16);
     FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(), {
         auto kernel = fused ? layernorm_forward_kernel<floatX, W, true> : layernorm_forward_kernel<floatX, W, false>;
         shared_bytes_allow(kernel, warps * row_bytes);
-        kernel<<<grid_blocks(ceil_div(rows, warps)), 32 * warps, (size_t)(warps * row_bytes), (cudaStream_t)stream>>>((floatX *)residual.data, (floatX *)out.data, (float *)mean.data, (float *)rstd.data, (const floatX *)x.data, (const floatX *)delta.data, (const floatX *)w.data, (const floatX *)b.data, rows, (int)C, eps);
+        kernel<<<grid_blocks(ceil_div(rows, warps)), 32 * warps, (size_t)(warps * row_bytes), s>>>(
+            elements<floatX>(residual), elements<floatX>(out), elements<float>(mean), elements<float>(rstd), elements<const floatX>(x),
+            elements<const floatX>(delta), elements<const floatX>(w), elements<const floatX>(b), rows, (int)C, eps);
         launch_check();
     }));
 }
 
 void cuda::layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor w, Tensor b, float eps, Stream stream) {
-    layernorm_forward_launch(tensor_none(), out, mean, rstd, x, tensor_none(), w, b, eps, stream);
+    layernorm_forward_launch("layernorm_forward", tensor_none(), out, mean, rstd, x, tensor_none(), w, b, eps, stream);
 }
 
-void cuda::residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor delta, Tensor w, Tensor b, float eps, Stream stream) {
-    CHECK(residual.data && delta.data, "residual or delta not given");
-    layernorm_forward_launch(residual, out, mean, rstd, x, delta, w, b, eps, stream);
+void cuda::residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor delta, Tensor w, Tensor b,
+                                      float eps, Stream stream) {
+    CHECK(residual.data != NULL, "residual_layernorm_forward: residual is not given");
+    layernorm_forward_launch("residual_layernorm_forward", residual, out, mean, rstd, x, delta, w, b, eps, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -93,7 +106,9 @@ template <int W> __device__ static inline int sum_slot(int vector, int i, int la
 
 // partial is (blocks, 2C): dw, then db. slots = C rounded up to 32 * W.
 template <typename T, int W>
-__global__ void __launch_bounds__(256) layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, const T *w, const float *mean, const float *rstd, const T *dresidual, int64_t rows, int C, int slots) {
+__global__ void __launch_bounds__(256)
+layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, const T *w, const float *mean, const float *rstd, const T *dresidual,
+                          int64_t rows, int C, int slots) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     float *sums = reinterpret_cast<float *>(shared_bytes); // [warps][2][slots]
@@ -147,23 +162,33 @@ __global__ void __launch_bounds__(256) layernorm_backward_kernel(T *dx, float *p
     }
 }
 
-void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd, Tensor dresidual, bool accumulate, Stream stream) {
-    int64_t rows = tensor_rows(x), C = tensor_columns(x);
-    CHECK(same_shape(dx, x) && same_shape(dout, x) && dx.dtype == x.dtype && dout.dtype == x.dtype && w.dtype == x.dtype, "dx, dout and x differ");
-    CHECK(!dresidual.data || (same_shape(dresidual, x) && dresidual.dtype == x.dtype), "dresidual and x differ");
-    CHECK(dw.dtype == DTYPE_FP32 && db.dtype == DTYPE_FP32 && tensor_numel(w) == C && tensor_numel(dw) == C && tensor_numel(db) == C && tensor_numel(mean) == rows && tensor_numel(rstd) == rows, "w has %" PRId64 " elements, x %" PRId64 " columns", tensor_numel(w), C);
-    bool aligned = C * dtype_bytes(x.dtype) % 16 == 0 && is_aligned(dx.data, 16) && is_aligned(dout.data, 16) && is_aligned(x.data, 16) && is_aligned(w.data, 16) && is_aligned(dresidual.data, 16);
-    cudaStream_t s = (cudaStream_t)stream;
+void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd, Tensor dresidual,
+                              bool accumulate, Stream stream) {
+    const char *const name = "layernorm_backward";
+    const int64_t rows = tensor_rows(x), C = tensor_columns(x);
+    const cudaStream_t s = (cudaStream_t)stream;
+    check_act(name, "dx", dx, rows, C, x.dtype);
+    check_act(name, "dout", dout, rows, C, x.dtype);
+    check_act(name, "w", w, 1, C, x.dtype);
+    check_f32(name, "dw", dw, 1, C);
+    check_f32(name, "db", db, 1, C);
+    check_f32(name, "mean", mean, 1, rows);
+    check_f32(name, "rstd", rstd, 1, rows);
+    if (dresidual.data) check_act(name, "dresidual", dresidual, rows, C, x.dtype);
+    const bool aligned = C * dtype_bytes(x.dtype) % 16 == 0 && is_aligned(dx.data, 16) && is_aligned(dout.data, 16) && is_aligned(x.data, 16) &&
+                         is_aligned(w.data, 16) && is_aligned(dresidual.data, 16);
     FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(), {
-        int64_t slots = round_up(C, 32 * W), warp_bytes = 2 * slots * (int64_t)sizeof(float);
-        int warps = warps_that_fit(warp_bytes, 100 * 1024);
-        int64_t shared = warps * warp_bytes;
-        int64_t blocks = max_i64(1, min_i64(ceil_div(rows, warps), sm_count() * max_i64(1, min_i64(4, 200 * 1024 / shared))));
+        const int64_t slots = round_up(C, 32 * W), warp_bytes = 2 * slots * (int64_t)sizeof(float);
+        const int warps = warps_that_fit(warp_bytes, 100 * 1024);
+        const int64_t shared = warps * warp_bytes, per_sm = max_i64(1, min_i64(4, 200 * 1024 / shared));
+        const int64_t blocks = max_i64(1, min_i64(ceil_div(rows, warps), sm_count() * per_sm));
         float *partial = (float *)scratch_get(blocks * 2 * C * (int64_t)sizeof(float), stream);
         shared_bytes_allow(layernorm_backward_kernel<floatX, W>, shared);
-        layernorm_backward_kernel<floatX, W><<<grid_blocks(blocks), 32 * warps, (size_t)shared, s>>>((floatX *)dx.data, partial, (const floatX *)dout.data, (const floatX *)x.data, (const floatX *)w.data, (const float *)mean.data, (const float *)rstd.data, (const floatX *)dresidual.data, rows, (int)C, (int)slots);
+        layernorm_backward_kernel<floatX, W><<<grid_blocks(blocks), 32 * warps, (size_t)shared, s>>>(
+            elements<floatX>(dx), partial, elements<const floatX>(dout), elements<const floatX>(x), elements<const floatX>(w),
+            elements<const float>(mean), elements<const float>(rstd), elements<const floatX>(dresidual), rows, (int)C, (int)slots);
         launch_check();
-        columns_reduce((float *)dw.data, partial, (int)blocks, 2 * C, C, accumulate, s);
-        columns_reduce((float *)db.data, partial + C, (int)blocks, 2 * C, C, accumulate, s);
+        columns_reduce(elements<float>(dw), partial, (int)blocks, 2 * C, C, accumulate, s);
+        columns_reduce(elements<float>(db), partial + C, (int)blocks, 2 * C, C, accumulate, s);
     }));
 }

@@ -16,7 +16,8 @@
 #define cublasCheck(call) cublas_check((call), __FILE__, __LINE__)
 
 static void cublas_check(cublasStatus_t status, const char *file, int line) {
-    if (status != CUBLAS_STATUS_SUCCESS) die(EXIT_INTERNAL, "%s:%d: cuBLASLt status %d, %s", file, line, (int)status, cublasLtGetStatusString(status));
+    if (status != CUBLAS_STATUS_SUCCESS)
+        die(EXIT_INTERNAL, "%s:%d: cuBLASLt status %d, %s", file, line, (int)status, cublasLtGetStatusString(status));
 }
 
 static const int64_t WORKSPACE_BYTES = 32 << 20; // what NVIDIA recommends for Hopper
@@ -154,7 +155,8 @@ static bool product_by_library(const Product *p, Stream stream) {
     plan_set_pointers(plan, p->bias, p->aux);
     float alpha = 1.0f, beta = p->c ? 1.0f : 0.0f;
     void *workspace = scratch_get(WORKSPACE_BYTES, stream);
-    cublasStatus_t status = cublasLtMatmul(handle, plan->op, &alpha, p->a, plan->a, p->b, plan->b, &beta, p->c ? p->c : p->d, plan->d, p->d, plan->d, &plan->algo, workspace, (size_t)WORKSPACE_BYTES, (cudaStream_t)stream);
+    cublasStatus_t status = cublasLtMatmul(handle, plan->op, &alpha, p->a, plan->a, p->b, plan->b, &beta, p->c ? p->c : p->d, plan->d,
+                                           p->d, plan->d, &plan->algo, workspace, (size_t)WORKSPACE_BYTES, (cudaStream_t)stream);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) { // the heuristic promised too much
         plan->usable = false;
         return false;
@@ -170,7 +172,9 @@ enum { PLAIN_TILE = 16 };
 
 // d[i,j] = sum_k a(i,k) b(j,k) + bias[j] + c[i,j], row-major (rows, columns); a and b by strides. c may be d.
 template <typename T, typename D>
-__global__ void __launch_bounds__(PLAIN_TILE * PLAIN_TILE) plain_matmul_kernel(D *d, const T *a, int64_t a_row, int64_t a_k, const T *b, int64_t b_row, int64_t b_k, const T *bias, const D *c, int64_t rows, int64_t columns, int64_t K) {
+__global__ void __launch_bounds__(PLAIN_TILE * PLAIN_TILE)
+plain_matmul_kernel(D *d, const T *a, int64_t a_row, int64_t a_k, const T *b, int64_t b_row, int64_t b_k, const T *bias, const D *c,
+                    int64_t rows, int64_t columns, int64_t K) {
     __shared__ float tile_a[PLAIN_TILE][PLAIN_TILE + 1], tile_b[PLAIN_TILE][PLAIN_TILE + 1];
     int x = threadIdx.x % PLAIN_TILE, y = threadIdx.x / PLAIN_TILE;
     int64_t column_tiles = (columns + PLAIN_TILE - 1) / PLAIN_TILE;
@@ -193,17 +197,19 @@ __global__ void __launch_bounds__(PLAIN_TILE * PLAIN_TILE) plain_matmul_kernel(D
 // The same product as product_by_library, without its GELU epilogues. The transpose of a column-major (m, n) is a
 // row-major (n, m): rows run over op(b), columns over op(a).
 static void product_by_plain_kernel(const Product *p, Stream stream) {
-    int64_t rows = p->n, columns = p->m;
-    unsigned blocks = grid_blocks(ceil_div(rows, PLAIN_TILE) * ceil_div(columns, PLAIN_TILE));
+    const int64_t rows = p->n, columns = p->m;
+    const unsigned blocks = grid_blocks(ceil_div(rows, PLAIN_TILE) * ceil_div(columns, PLAIN_TILE));
     int64_t row_stride = p->trans_b ? 1 : p->k, row_k = p->trans_b ? p->n : 1;       // op(b)(k, row)
     int64_t column_stride = p->trans_a ? p->k : 1, column_k = p->trans_a ? 1 : p->m; // op(a)(column, k)
     cudaStream_t s = (cudaStream_t)stream;
     FLOATX_SWITCH(p->type_in, {
         const floatX *a = (const floatX *)p->a, *b = (const floatX *)p->b, *bias = (const floatX *)p->bias;
         if (p->type_out == p->type_in)
-            plain_matmul_kernel<floatX, floatX><<<blocks, PLAIN_TILE * PLAIN_TILE, 0, s>>>((floatX *)p->d, b, row_stride, row_k, a, column_stride, column_k, bias, (const floatX *)p->c, rows, columns, p->k);
+            plain_matmul_kernel<floatX, floatX><<<blocks, PLAIN_TILE * PLAIN_TILE, 0, s>>>(
+                (floatX *)p->d, b, row_stride, row_k, a, column_stride, column_k, bias, (const floatX *)p->c, rows, columns, p->k);
         else
-            plain_matmul_kernel<floatX, float><<<blocks, PLAIN_TILE * PLAIN_TILE, 0, s>>>((float *)p->d, b, row_stride, row_k, a, column_stride, column_k, bias, (const float *)p->c, rows, columns, p->k);
+            plain_matmul_kernel<floatX, float><<<blocks, PLAIN_TILE * PLAIN_TILE, 0, s>>>(
+                (float *)p->d, b, row_stride, row_k, a, column_stride, column_k, bias, (const float *)p->c, rows, columns, p->k);
     });
     launch_check();
 }
@@ -217,11 +223,14 @@ static void product(const Product *p, Stream stream) {
 // The linear layer
 
 void cuda::linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residual, Tensor pre_gelu, Stream stream) {
-    int64_t N = tensor_rows(inp), C = tensor_columns(inp), OC = tensor_columns(out);
-    CHECK(tensor_rows(out) == N && tensor_rows(w) == OC && tensor_columns(w) == C && out.dtype == inp.dtype && w.dtype == inp.dtype, "out (%" PRId64 ",%" PRId64 "), inp (%" PRId64 ",%" PRId64 "), w (%" PRId64 ",%" PRId64 ")", tensor_rows(out), OC, N, C, tensor_rows(w), tensor_columns(w));
-    CHECK(!bias.data || (tensor_numel(bias) == OC && bias.dtype == inp.dtype), "bias has %" PRId64 " elements, out %" PRId64 " columns", tensor_numel(bias), OC);
-    CHECK(!residual.data || (same_shape(residual, out) && residual.dtype == out.dtype), "residual and out differ");
-    CHECK(!pre_gelu.data || (same_shape(pre_gelu, out) && pre_gelu.dtype == out.dtype && !residual.data), "pre_gelu and out differ, or a residual is given too");
+    const char *const kernel = "linear_forward";
+    const int64_t N = tensor_rows(inp), C = tensor_columns(inp), OC = tensor_columns(out);
+    check_act(kernel, "out", out, N, OC, inp.dtype);
+    check_act(kernel, "w", w, OC, C, inp.dtype);
+    if (bias.data) check_act(kernel, "bias", bias, 1, OC, inp.dtype);
+    if (residual.data) check_act(kernel, "residual", residual, N, OC, inp.dtype);
+    if (pre_gelu.data) check_act(kernel, "pre_gelu", pre_gelu, N, OC, inp.dtype);
+    CHECK(!residual.data || !pre_gelu.data, "linear_forward: both residual and pre_gelu are given");
     Product p = {};
     p.d = out.data; p.a = w.data; p.b = inp.data; p.c = residual.data; p.bias = bias.data;
     p.m = OC; p.n = N; p.k = C;
@@ -241,9 +250,11 @@ void cuda::linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor 
 }
 
 void cuda::linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, Stream stream) {
-    int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(dinp);
-    CHECK(tensor_rows(dinp) == N && tensor_rows(w) == OC && tensor_columns(w) == C && dinp.dtype == dout.dtype && w.dtype == dout.dtype, "dinp (%" PRId64 ",%" PRId64 "), dout (%" PRId64 ",%" PRId64 "), w (%" PRId64 ",%" PRId64 ")", tensor_rows(dinp), C, N, OC, tensor_rows(w), tensor_columns(w));
-    CHECK(!pre_gelu.data || (same_shape(pre_gelu, dinp) && pre_gelu.dtype == dinp.dtype), "pre_gelu and dinp differ");
+    const char *const kernel = "linear_backward_input";
+    const int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(dinp);
+    check_act(kernel, "dinp", dinp, N, C, dout.dtype);
+    check_act(kernel, "w", w, OC, C, dout.dtype);
+    if (pre_gelu.data) check_act(kernel, "pre_gelu", pre_gelu, N, C, dout.dtype);
     Product p = {};
     p.d = dinp.data; p.a = w.data; p.b = dout.data;
     p.m = C; p.n = N; p.k = OC;
@@ -260,8 +271,11 @@ void cuda::linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_
 }
 
 void cuda::linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream) {
-    int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(inp);
-    CHECK(tensor_rows(inp) == N && tensor_rows(dw) == OC && tensor_columns(dw) == C && inp.dtype == dout.dtype && dw.dtype == DTYPE_FP32, "dw (%" PRId64 ",%" PRId64 "), dout (%" PRId64 ",%" PRId64 "), inp (%" PRId64 ",%" PRId64 ")", tensor_rows(dw), tensor_columns(dw), N, OC, tensor_rows(inp), C);
+    const char *const kernel = "linear_backward_weight";
+    const int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(inp);
+    check_act(kernel, "inp", inp, N, C, dout.dtype);
+    check_f32(kernel, "dw", dw, OC, C);
+    if (dbias.data) check_f32(kernel, "dbias", dbias, 1, OC);
     Product p = {};
     p.d = dw.data; p.a = inp.data; p.b = dout.data; p.c = accumulate ? dw.data : NULL;
     p.m = C; p.n = OC; p.k = N;

@@ -61,7 +61,8 @@ struct SgdRule {
     }
 };
 
-template <typename T, int W, typename Rule> __device__ static inline void update_elements(T *param, float *master, const float *grad, int64_t at, const Rule &rule) {
+template <typename T, int W, typename Rule>
+__device__ static inline void update_elements(T *param, float *master, const float *grad, int64_t at, const Rule &rule) {
     Vec<float, W> w = vec_load<W>(master + at), g = vec_load<W>(grad + at);
     typename Rule::template State<W> state = rule.template load<W>(at);
     Vec<T, W> p;
@@ -75,42 +76,44 @@ template <typename T, int W, typename Rule> __device__ static inline void update
     vec_store<W>(param + at, p);
 }
 
-template <typename T, int W, typename Rule> __global__ void __launch_bounds__(UPDATE_THREADS) update_kernel(T *param, float *master, const float *grad, int64_t n, Rule rule) {
+template <typename T, int W, typename Rule>
+__global__ void __launch_bounds__(UPDATE_THREADS) update_kernel(T *param, float *master, const float *grad, int64_t n, Rule rule) {
     int64_t at = ((int64_t)blockIdx.x * UPDATE_THREADS + threadIdx.x) * W;
     if (at + W <= n) update_elements<T, W>(param, master, grad, at, rule);
     else for (; at < n; at++) update_elements<T, 1>(param, master, grad, at, rule);
 }
 
-template <typename Rule> static void update_launch(Tensor param, Tensor master, Tensor grad, bool aligned, Rule rule, Stream stream) {
-    int64_t n = tensor_numel(param);
-    CHECK(tensor_numel(master) == n && tensor_numel(grad) == n && master.dtype == DTYPE_FP32 && grad.dtype == DTYPE_FP32, "param has %" PRId64 " elements, master %" PRId64 ", grad %" PRId64, n, tensor_numel(master), tensor_numel(grad));
+// `aligned`: the states allow vectors.
+template <typename Rule>
+static void update_launch(const char *kernel, Tensor param, Tensor master, Tensor grad, bool aligned, Rule rule, Stream stream) {
+    const int64_t n = tensor_numel(param);
+    const cudaStream_t s = (cudaStream_t)stream;
+    check_f32(kernel, "master", master, 1, n);
+    check_f32(kernel, "grad", grad, 1, n);
     if (n == 0) return;
     aligned = aligned && is_aligned(param.data, 16) && is_aligned(master.data, 16) && is_aligned(grad.data, 16);
     FLOATX_SWITCH(param.dtype, WIDTH_SWITCH(aligned, 4,
-        update_kernel<floatX, W><<<grid_blocks(ceil_div(n, UPDATE_THREADS * W)), UPDATE_THREADS, 0, (cudaStream_t)stream>>>((floatX *)param.data, (float *)master.data, (const float *)grad.data, n, rule)));
+        update_kernel<floatX, W><<<grid_blocks(ceil_div(n, UPDATE_THREADS * W)), UPDATE_THREADS, 0, s>>>(
+            elements<floatX>(param), elements<float>(master), elements<const float>(grad), n, rule)));
     launch_check();
 }
 
-static void check_state(Tensor state, Tensor param) {
-    CHECK(state.dtype == DTYPE_FP32 && tensor_numel(state) == tensor_numel(param), "a state has %" PRId64 " elements, param %" PRId64, tensor_numel(state), tensor_numel(param));
-}
-
 void cuda::adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, Stream stream) {
-    check_state(m, param);
-    check_state(v, param);
-    AdamWRule rule = {args, (float *)m.data, (float *)v.data};
-    update_launch(param, master, grad, is_aligned(m.data, 16) && is_aligned(v.data, 16), rule, stream);
+    check_f32("adamw_update", "m", m, 1, tensor_numel(param));
+    check_f32("adamw_update", "v", v, 1, tensor_numel(param));
+    AdamWRule rule = {args, elements<float>(m), elements<float>(v)};
+    update_launch("adamw_update", param, master, grad, is_aligned(m.data, 16) && is_aligned(v.data, 16), rule, stream);
 }
 
 void cuda::lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, Stream stream) {
-    check_state(m, param);
-    LionRule rule = {args, (float *)m.data};
-    update_launch(param, master, grad, is_aligned(m.data, 16), rule, stream);
+    check_f32("lion_update", "m", m, 1, tensor_numel(param));
+    LionRule rule = {args, elements<float>(m)};
+    update_launch("lion_update", param, master, grad, is_aligned(m.data, 16), rule, stream);
 }
 
 void cuda::sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, Stream stream) {
-    bool has_momentum = args.momentum != 0.0f;
-    if (has_momentum) check_state(momentum_buffer, param);
-    SgdRule rule = {args, has_momentum ? (float *)momentum_buffer.data : NULL};
-    update_launch(param, master, grad, !has_momentum || is_aligned(momentum_buffer.data, 16), rule, stream);
+    const bool has_momentum = args.momentum != 0.0f;
+    if (has_momentum) check_f32("sgd_update", "momentum_buffer", momentum_buffer, 1, tensor_numel(param));
+    SgdRule rule = {args, has_momentum ? elements<float>(momentum_buffer) : NULL};
+    update_launch("sgd_update", param, master, grad, !has_momentum || is_aligned(momentum_buffer.data, 16), rule, stream);
 }

@@ -9,7 +9,8 @@
 
 enum { SUM_THREADS = 256, SUM_BLOCKS = 1024 };
 
-template <bool SQUARE> __global__ void __launch_bounds__(SUM_THREADS) sum_partial_kernel(double *partial, const float *x, int64_t n) {
+template <bool SQUARE>
+__global__ void __launch_bounds__(SUM_THREADS) sum_partial_kernel(double *partial, const float *x, int64_t n) {
     __shared__ double sums[SUM_THREADS];
     double sum = 0;
 #pragma unroll 4
@@ -38,13 +39,13 @@ __global__ void __launch_bounds__(SUM_BLOCKS) sum_final_kernel(double *out, cons
 }
 
 template <bool SQUARE> static void sum_launch(double *out, Tensor x, bool accumulate, Stream stream) {
-    CHECK(x.dtype == DTYPE_FP32, "x is %s", dtype_name(x.dtype));
-    cudaStream_t s = (cudaStream_t)stream;
-    int64_t n = tensor_numel(x);
+    const cudaStream_t s = (cudaStream_t)stream;
+    const int64_t n = tensor_numel(x);
+    check_f32(SQUARE ? "sum_squares_to_double" : "sum_to_double", "x", x, 1, n);
     int blocks = (int)min_i64(SUM_BLOCKS, ceil_div(n, SUM_THREADS * 4)); // a function of n alone
     double *partial = (double *)scratch_get(SUM_BLOCKS * (int64_t)sizeof(double), stream);
     if (blocks > 0) {
-        sum_partial_kernel<SQUARE><<<blocks, SUM_THREADS, 0, s>>>(partial, (const float *)x.data, n);
+        sum_partial_kernel<SQUARE><<<blocks, SUM_THREADS, 0, s>>>(partial, elements<const float>(x), n);
         launch_check();
     }
     sum_final_kernel<<<1, SUM_BLOCKS, 0, s>>>(out, partial, blocks, accumulate);
@@ -59,7 +60,8 @@ void cuda::sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream 
 
 enum { REDUCE_GROUPS = 32 }; // warps of a block; warp g adds partials g, g + 32, ...
 
-__global__ void __launch_bounds__(32 * REDUCE_GROUPS) columns_reduce_kernel(float *out, const float *partial, int n_partials, int64_t stride, int64_t columns, bool accumulate) {
+__global__ void __launch_bounds__(32 * REDUCE_GROUPS)
+columns_reduce_kernel(float *out, const float *partial, int n_partials, int64_t stride, int64_t columns, bool accumulate) {
     __shared__ float sums[REDUCE_GROUPS][32];
     int lane = threadIdx.x % 32, group = threadIdx.x / 32;
     int64_t c = (int64_t)blockIdx.x * 32 + lane;
@@ -76,14 +78,17 @@ __global__ void __launch_bounds__(32 * REDUCE_GROUPS) columns_reduce_kernel(floa
 }
 
 void columns_reduce(float *out, const float *partial, int n_partials, int64_t stride, int64_t columns, bool accumulate, cudaStream_t stream) {
-    columns_reduce_kernel<<<grid_blocks(ceil_div(columns, 32)), 32 * REDUCE_GROUPS, 0, stream>>>(out, partial, n_partials, stride, columns, accumulate);
+    const unsigned blocks = grid_blocks(ceil_div(columns, 32));
+    columns_reduce_kernel<<<blocks, 32 * REDUCE_GROUPS, 0, stream>>>(out, partial, n_partials, stride, columns, accumulate);
     launch_check();
 }
 
 enum { BIAS_WARPS = 8 };
 
 // A warp covers 32 * W neighbouring columns; the warps of a block and the blocks of a column share the rows.
-template <typename T, int W> __global__ void __launch_bounds__(32 * BIAS_WARPS) bias_partial_kernel(float *partial, const T *dout, int64_t rows, int64_t columns, int64_t column_blocks) {
+template <typename T, int W>
+__global__ void __launch_bounds__(32 * BIAS_WARPS)
+bias_partial_kernel(float *partial, const T *dout, int64_t rows, int64_t columns, int64_t column_blocks) {
     __shared__ float sums[BIAS_WARPS][32 * W];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int64_t row_block = blockIdx.x / column_blocks, row_blocks = gridDim.x / column_blocks;
@@ -111,15 +116,16 @@ template <typename T, int W> __global__ void __launch_bounds__(32 * BIAS_WARPS) 
 }
 
 void cuda::bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream) {
-    int64_t rows = tensor_rows(dout), columns = tensor_columns(dout);
-    CHECK(dbias.dtype == DTYPE_FP32 && tensor_numel(dbias) == columns, "dbias has %" PRId64 " elements, dout %" PRId64 " columns", tensor_numel(dbias), columns);
-    cudaStream_t s = (cudaStream_t)stream;
+    const int64_t rows = tensor_rows(dout), columns = tensor_columns(dout);
+    const cudaStream_t s = (cudaStream_t)stream;
+    check_f32("bias_backward", "dbias", dbias, 1, columns);
     FLOATX_SWITCH(dout.dtype, WIDTH_SWITCH(columns % vec_width<floatX>() == 0 && is_aligned(dout.data, 16), vec_width<floatX>(), {
-        int64_t column_blocks = ceil_div(columns, 32 * W);
-        int64_t row_blocks = max_i64(1, min_i64(ceil_div(rows, 4 * BIAS_WARPS), ceil_div(8 * sm_count(), column_blocks)));
+        const int64_t column_blocks = ceil_div(columns, 32 * W);
+        const int64_t row_blocks = max_i64(1, min_i64(ceil_div(rows, 4 * BIAS_WARPS), ceil_div(8 * sm_count(), column_blocks)));
+        const unsigned blocks = grid_blocks(row_blocks * column_blocks);
         float *partial = (float *)scratch_get(row_blocks * columns * (int64_t)sizeof(float), stream);
-        bias_partial_kernel<floatX, W><<<grid_blocks(row_blocks * column_blocks), 32 * BIAS_WARPS, 0, s>>>(partial, (const floatX *)dout.data, rows, columns, column_blocks);
+        bias_partial_kernel<floatX, W><<<blocks, 32 * BIAS_WARPS, 0, s>>>(partial, elements<const floatX>(dout), rows, columns, column_blocks);
         launch_check();
-        columns_reduce((float *)dbias.data, partial, (int)row_blocks, columns, columns, accumulate, s);
+        columns_reduce(elements<float>(dbias), partial, (int)row_blocks, columns, columns, accumulate, s);
     }));
 }

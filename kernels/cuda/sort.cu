@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 // See common.cuh.
-cudaError_t sort_pairs(void *temporary, size_t *temporary_bytes, const int32_t *keys, int32_t *keys_sorted, const int32_t *values, int32_t *values_sorted, int n, int key_bits, cudaStream_t stream) {
+cudaError_t sort_pairs(void *temporary, size_t *temporary_bytes, const int32_t *keys, int32_t *keys_sorted, const int32_t *values,
+                       int32_t *values_sorted, int n, int key_bits, cudaStream_t stream) {
     return cub::DeviceRadixSort::SortPairs(temporary, *temporary_bytes, keys, keys_sorted, values, values_sorted, n, 0, key_bits, stream);
 }
