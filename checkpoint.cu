@@ -100,10 +100,15 @@ static void checkpoint_match(const Checkpoint *c, const CheckpointTensors *t, co
     int differences = 0, found = 0;
     for (int i = 0; i < MODEL_NUMBERS; i++) {
         int64_t stored = *number_of(&c->model, &model_numbers[i]), wanted = *number_of(t->model, &model_numbers[i]);
-        if (stored != wanted) difference(&differences, "%s is %" PRId64 " in the checkpoint, %" PRId64 " in this run", model_numbers[i].name, stored, wanted);
+        if (stored != wanted)
+            difference(&differences, "%s is %" PRId64 " in the checkpoint, %" PRId64 " in this run", model_numbers[i].name, stored, wanted);
     }
-    if (c->model.layer_norm_epsilon != t->model->layer_norm_epsilon) difference(&differences, "layer_norm_epsilon is %g in the checkpoint, %g in this run", c->model.layer_norm_epsilon, t->model->layer_norm_epsilon);
-    if (c->model.tie_word_embeddings != t->model->tie_word_embeddings) difference(&differences, "tie_word_embeddings is %d in the checkpoint, %d in this run", c->model.tie_word_embeddings, t->model->tie_word_embeddings);
+    if (c->model.layer_norm_epsilon != t->model->layer_norm_epsilon)
+        difference(&differences, "layer_norm_epsilon is %g in the checkpoint, %g in this run", c->model.layer_norm_epsilon,
+                   t->model->layer_norm_epsilon);
+    if (c->model.tie_word_embeddings != t->model->tie_word_embeddings)
+        difference(&differences, "tie_word_embeddings is %d in the checkpoint, %d in this run", c->model.tie_word_embeddings,
+                   t->model->tie_word_embeddings);
     bool *used = (bool *)host_alloc((size_t)c->n_tensors);
     for (int row = 0; row < t->table->n_rows; row++) {
         const ParamDesc *r = &t->table->row[row];
@@ -114,7 +119,8 @@ static void checkpoint_match(const Checkpoint *c, const CheckpointTensors *t, co
         used[n] = true;
         const StoredTensor *s = &c->tensor[n];
         if (s->ndim != r->ndim || s->shape[0] != r->shape[0] || s->shape[1] != r->shape[1])
-            difference(&differences, "%s: %s in the checkpoint, %s in this run", r->name, shape_text(stored, s->ndim, s->shape), shape_text(wanted, r->ndim, r->shape));
+            difference(&differences, "%s: %s in the checkpoint, %s in this run", r->name, shape_text(stored, s->ndim, s->shape),
+                       shape_text(wanted, r->ndim, r->shape));
     }
     for (int i = 0; i < c->n_tensors; i++) if (!used[i]) difference(&differences, "%s: in the checkpoint, not in this run", c->tensor[i].name);
     free(used);
@@ -124,8 +130,12 @@ static void checkpoint_match(const Checkpoint *c, const CheckpointTensors *t, co
         for (int i = 0; i < c->n_kinds; i++) if (strcmp(c->kind[i], t->kind[k]) == 0) { kind_of[k] = i; kind_used[i] = true; }
         if (kind_of[k] < 0) difference(&differences, "optimizer state %s: not in the checkpoint", t->kind[k]);
     }
-    for (int i = 0; i < c->n_kinds; i++) if (!kind_used[i] && t->get) difference(&differences, "optimizer state %s: in the checkpoint, not used by this run's optimizer", c->kind[i]);
-    if (differences) die(EXIT_CHECKPOINT, "%s is a checkpoint of another model or optimizer (%d differences, listed above); give this run its configuration, or start anew with run.resume=none and another checkpoint.save_dir", where, differences);
+    for (int i = 0; i < c->n_kinds; i++)
+        if (!kind_used[i] && t->get)
+            difference(&differences, "optimizer state %s: in the checkpoint, not used by this run's optimizer", c->kind[i]);
+    if (differences)
+        die(EXIT_CHECKPOINT, "%s is a checkpoint of another model or optimizer (%d differences, listed above); give this run its configuration, or start anew with run.resume=none and another checkpoint.save_dir",
+            where, differences);
 }
 
 // Hands all tensors to the run. The checkpoint was checked; what fails now was changed since.
@@ -197,7 +207,8 @@ static bool checkpoint_load(const char *dir, const char *which, TrainingState *s
     text_escape(shown, sizeof shown, dir, strlen(dir));
     bool automatic = strcmp(which, "auto") == 0;
     if (!automatic && !tag_is_valid(which))
-        die(EXIT_CHECKPOINT, "\"%s\" is no name of a checkpoint: letters, digits and . _ - only, at most %d of them, none of them first a dot", text_escape(tag, sizeof tag, which, strlen(which)), CHECKPOINT_NAME_MAX - 1);
+        die(EXIT_CHECKPOINT, "\"%s\" is no name of a checkpoint: letters, digits and . _ - only, at most %d of them, none of them first a dot",
+            text_escape(tag, sizeof tag, which, strlen(which)), CHECKPOINT_NAME_MAX - 1);
     int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // a link here is the user's wish
     if (folder < 0 && automatic && errno == ENOENT) return false;
     if (folder < 0) die(EXIT_CHECKPOINT, "%s: %s; no checkpoint can be read there", shown, strerror(errno));
@@ -230,7 +241,9 @@ static bool checkpoint_load(const char *dir, const char *which, TrainingState *s
             die(EXIT_CHECKPOINT, "checkpoint %s: %s; there are: %s", where, errno == ENOENT ? "is missing" : strerror(errno), list);
         }
         loaded = checkpoint_try(&c, folder, which, where, state, t);
-        if (!loaded) die(EXIT_CHECKPOINT, "checkpoint %s cannot be loaded: %s; choose another with run.resume, or let run.resume=auto take the newest good one", where, c.why);
+        if (!loaded)
+            die(EXIT_CHECKPOINT, "checkpoint %s cannot be loaded: %s; choose another with run.resume, or let run.resume=auto take the newest good one",
+                where, c.why);
         snprintf(loaded_name, room, "%s", which);
         checkpoint_free(&c);
     }
@@ -247,7 +260,9 @@ static bool checkpoint_load(const char *dir, const char *which, TrainingState *s
         }
         checkpoint_free(&c);
     }
-    if (!loaded && steps.n) die(EXIT_CHECKPOINT, "%s: none of its %d checkpoints can be loaded (%s); bring one back from a copy, or start anew on purpose with run.resume=none", shown, steps.n, first_why);
+    if (!loaded && steps.n)
+        die(EXIT_CHECKPOINT, "%s: none of its %d checkpoints can be loaded (%s); bring one back from a copy, or start anew on purpose with run.resume=none",
+            shown, steps.n, first_why);
     free(steps.step);
     close(folder);
     return loaded;
@@ -256,8 +271,13 @@ static bool checkpoint_load(const char *dir, const char *which, TrainingState *s
 // ---------------------------------------------------------------------------------------------------------------
 // The folder and its lock
 
-static void store_make_folders(const char *path, const char *shown) {
+// Makes a folder and whatever is missing above it. The name of a new folder is data of the folder above, so those are
+// fsynced; also the ones that were there, since whoever made them may have done it a moment ago. A failure of that is told
+// and borne: some of them may be other people's.
+static void store_make_folders(CheckpointStore *s, const char *shown) {
     char part[CONFIG_PATH_MAX];
+    const char *path = s->path;
+    IoHandle above = {open(path[0] == '/' ? "/" : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC), ".."};
     for (size_t i = 0; path[i]; i++) {
         part[i] = path[i];
         bool last = path[i + 1] == 0;
@@ -268,8 +288,12 @@ static void store_make_folders(const char *path, const char *shown) {
             int error = errno;
             if (stat(part, &st) != 0) die(EXIT_CANTCREAT, "checkpoint.save_dir %s: cannot create it: %s", shown, strerror(error));
         }
+        if (above.fd >= 0 && !io_sync(&s->io, &above)) note("checkpoint.save_dir %s: fsync of a folder above it failed: %s", shown, s->io.why);
+        if (above.fd >= 0) close(above.fd);
+        above.fd = open(part, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         part[i] = path[i];
     }
+    if (above.fd >= 0) close(above.fd);
 }
 
 // One run writes into a folder: two would delete each other's checkpoints. The kernel drops the lock when the process ends,
@@ -280,8 +304,10 @@ static void store_lock(CheckpointStore *s, const char *shown) {
         struct stat st;
         int error = errno;
         char owner[64] = "";
-        if (fstatat(s->folder.fd, ".lock", &st, AT_SYMLINK_NOFOLLOW) == 0) snprintf(owner, sizeof owner, " (it belongs to user %u)", (unsigned)st.st_uid);
-        die(EXIT_CANTCREAT, "checkpoint.save_dir %s: cannot open its file .lock for writing%s: %s; choose a folder that this user may write to", shown, owner, error == ELOOP ? "it is a symbolic link" : strerror(error));
+        if (fstatat(s->folder.fd, ".lock", &st, AT_SYMLINK_NOFOLLOW) == 0)
+            snprintf(owner, sizeof owner, " (it belongs to user %u)", (unsigned)st.st_uid);
+        die(EXIT_CANTCREAT, "checkpoint.save_dir %s: cannot open its file .lock for writing%s: %s; choose a folder that this user may write to",
+            shown, owner, error == ELOOP ? "it is a symbolic link" : strerror(error));
     }
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
     if (fcntl(s->lock_fd, F_OFD_SETLK, &lock) == 0) {
@@ -300,7 +326,8 @@ static void store_lock(CheckpointStore *s, const char *shown) {
     ssize_t n = pread(s->lock_fd, text, sizeof text - 1, 0);
     if (n < 0) n = 0;
     text_escape(holder, sizeof holder, text, strcspn(text, "\n"));
-    die(EXIT_CONFIG, "checkpoint.save_dir %s is in use by another run (%s); stop that run or let it end, or give this one another checkpoint.save_dir", shown, holder[0] ? holder : "which has not said its name yet");
+    die(EXIT_CONFIG, "checkpoint.save_dir %s is in use by another run (%s); stop that run or let it end, or give this one another checkpoint.save_dir",
+        shown, holder[0] ? holder : "which has not said its name yet");
 }
 
 typedef struct {
@@ -330,11 +357,13 @@ static void store_sweep(CheckpointStore *s, const char *shown) {
 static void store_attach(CheckpointStore *s) {
     char shown[512], probe[64];
     text_escape(shown, sizeof shown, s->path, strlen(s->path));
-    if (!s->read_only) store_make_folders(s->path, shown);
+    if (!s->read_only) store_make_folders(s, shown);
     s->folder.name[0] = 0;
     s->lock_fd = -1;
     s->folder.fd = open(s->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // a link here is the user's wish
-    if (s->folder.fd < 0) die(s->read_only ? EXIT_CHECKPOINT : EXIT_CANTCREAT, "checkpoint.save_dir %s: %s", shown, errno == ENOTDIR ? "is not a folder" : strerror(errno));
+    if (s->folder.fd < 0)
+        die(s->read_only ? EXIT_CHECKPOINT : EXIT_CANTCREAT, "checkpoint.save_dir %s: %s", shown,
+            errno == ENOTDIR ? "is not a folder" : strerror(errno));
     if (s->read_only) return;
     store_lock(s, shown);
     store_sweep(s, shown);
@@ -349,7 +378,8 @@ static void store_attach(CheckpointStore *s) {
 // none of this, the folder must exist and checkpoint_save must not be called. io: the seam of the tests, or null.
 static CheckpointStore *checkpoint_open_io(const char *save_dir, bool read_only, const Io *io) {
     CheckpointStore *s = (CheckpointStore *)host_alloc(sizeof *s);
-    if (strlen(save_dir) >= sizeof s->path) die(EXIT_CONFIG, "checkpoint.save_dir has %zu bytes, more than %zu", strlen(save_dir), sizeof s->path - 1);
+    if (strlen(save_dir) >= sizeof s->path)
+        die(EXIT_CONFIG, "checkpoint.save_dir has %zu bytes, more than %zu", strlen(save_dir), sizeof s->path - 1);
     if (!*save_dir) die(EXIT_CONFIG, "checkpoint.save_dir is empty; name a folder");
     strcpy(s->path, save_dir);
     s->read_only = read_only;
@@ -390,6 +420,19 @@ static StoredShardPlan stored_shard_plan(const CheckpointTensors *t) {
 // Bytes on the disk of one checkpoint, the manifest estimated.
 static int64_t checkpoint_bytes(const CheckpointTensors *t) { return stored_shard_plan(t).file_bytes + 4096 + 256 * (int64_t)t->table->n_rows; }
 
+// Says so, once at the start of a run, when the checkpoints that it will keep do not fit on the disk.
+static void checkpoint_space_note(CheckpointStore *s, const CheckpointTensors *t, int64_t num_checkpoints_to_keep) {
+    int64_t free_bytes, bytes = checkpoint_bytes(t), kept = num_checkpoints_to_keep > 0 ? num_checkpoints_to_keep : 1;
+    char shown[512];
+    StepList l;
+    if (s->read_only || !io_space(&s->io, &s->folder, &free_bytes) || !steps_list(s->folder.fd, &l)) return;
+    int64_t more = max_i64(1, kept - l.n + 1); // one more than are kept exists while it is being written
+    if ((double)more * (double)bytes > (double)free_bytes)
+        note("checkpoint.save_dir %s: a checkpoint takes %.1f MB, and %" PRId64 " more of them will be written before one goes, but only %.1f MB are free: saves will fail then, and training will go on without them",
+             text_escape(shown, sizeof shown, s->path, strlen(s->path)), (double)bytes / 1e6, more, (double)free_bytes / 1e6);
+    free(l.step);
+}
+
 static bool save_refused(Io *io, const char *name, const char *format, ...) PRINTF_LIKE(3, 4);
 static bool save_refused(Io *io, const char *name, const char *format, ...) {
     char what[300];
@@ -403,7 +446,8 @@ static bool save_refused(Io *io, const char *name, const char *format, ...) {
 }
 
 // Writes header, values and table of the only rank's shard, which holds everything.
-static bool stored_shard_write_contents(Io *io, const IoHandle *file, const TrainingState *state, const CheckpointTensors *t, const StoredShardPlan *plan, uint32_t *table_crc) {
+static bool stored_shard_write_contents(Io *io, const IoHandle *file, const TrainingState *state, const CheckpointTensors *t,
+                                        const StoredShardPlan *plan, uint32_t *table_crc) {
     ShardHeader *h = (ShardHeader *)host_alloc(sizeof *h);
     memcpy(h->magic, SHARD_MAGIC, sizeof h->magic);
     h->version = CHECKPOINT_VERSION;
@@ -430,7 +474,11 @@ static bool stored_shard_write_contents(Io *io, const IoHandle *file, const Trai
             int64_t numel = param_numel(r), bytes = numel * 4;
             t->get(t->ctx, row, kind, values);
             int64_t bad = first_bad_value(values, numel, kind);
-            if (bad >= 0) { good = save_refused(io, file->name, "%s of tensor %s is %s at element %" PRId64 ": this state is not worth keeping", t->kind[kind], r->name, isnan(values[bad]) ? "NaN" : "infinite", bad); break; }
+            if (bad >= 0) {
+                good = save_refused(io, file->name, "%s of tensor %s is %s at element %" PRId64 ": this state is not worth keeping",
+                                    t->kind[kind], r->name, isnan(values[bad]) ? "NaN" : "infinite", bad);
+                break;
+            }
             ShardRun record = {tensor++, (uint32_t)kind, 0, numel, at};
             *run++ = record;
             for (int64_t done = 0, n; done < bytes; done += n) { // before the write: a checksum of what was read back would certify damage
@@ -457,7 +505,8 @@ static bool file_finish(Io *io, const IoHandle *folder, IoHandle *file, bool goo
     return good && io_sync(io, folder); // the name is data of the folder
 }
 
-static bool stored_shard_write(Io *io, const IoHandle *folder, const TrainingState *state, const CheckpointTensors *t, const StoredShardPlan *plan, ShardRecord *record) {
+static bool stored_shard_write(Io *io, const IoHandle *folder, const TrainingState *state, const CheckpointTensors *t,
+                               const StoredShardPlan *plan, ShardRecord *record) {
     IoHandle file;
     snprintf(record->file, sizeof record->file, "shard-%d.bin", 0);
     record->bytes = plan->file_bytes;
@@ -466,7 +515,8 @@ static bool stored_shard_write(Io *io, const IoHandle *folder, const TrainingSta
     return file_finish(io, folder, &file, good);
 }
 
-static bool manifest_write(Io *io, const IoHandle *folder, const TrainingState *state, const CheckpointTensors *t, const ShardRecord *shard, int n_shards, int64_t *bytes) {
+static bool manifest_write(Io *io, const IoHandle *folder, const TrainingState *state, const CheckpointTensors *t, const ShardRecord *shard,
+                           int n_shards, int64_t *bytes) {
     IoHandle file;
     char *text = manifest_compose(state, t, shard, n_shards, bytes);
     bool good = io_create(io, folder, MANIFEST_FILE, &file);
@@ -574,7 +624,8 @@ static bool save_durably(CheckpointStore *s, const TrainingState *state, const C
 // Saves the run as checkpoint step-N. When the result is durable, `latest` names it and older checkpoints beyond
 // num_checkpoints_to_keep (0 = keep all) are gone, but never one of the keep_n_most_recent newest. Otherwise nothing that
 // was there before has changed, `why` says what failed, and the caller warns and trains on (or ends, if it was the last save).
-static SaveResult checkpoint_save(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, int64_t keep_n_most_recent, int64_t num_checkpoints_to_keep) {
+static SaveResult checkpoint_save(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, int64_t keep_n_most_recent,
+                                  int64_t num_checkpoints_to_keep) {
     SaveResult result;
     memset(&result, 0, sizeof result);
     CHECK(!s->read_only && state->step >= 0, "save at step %" PRId64, state->step);

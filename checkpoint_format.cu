@@ -236,19 +236,22 @@ static int stored_open(Checkpoint *c, const char *name, int64_t *bytes) {
 }
 
 static bool stored_read(Checkpoint *c, const char *name, int fd, void *dst, int64_t bytes, int64_t offset) {
-    return file_read_at(fd, dst, bytes, offset) || checkpoint_bad(c, "%s: %s at offset %" PRId64, name, errno ? strerror(errno) : "became shorter while it was read", offset);
+    if (file_read_at(fd, dst, bytes, offset)) return true;
+    return checkpoint_bad(c, "%s: %s at offset %" PRId64, name, errno ? strerror(errno) : "became shorter while it was read", offset);
 }
 
 // The manifest's members. Each returns false (or -1) with the reason in c->why.
 static int manifest_find(Checkpoint *c, const Json *j, int object, const char *key, JsonType type) {
     int n = json_find(j, object, key);
     if (n >= 0 && j->node[n].type == type) return n;
-    checkpoint_bad(c, MANIFEST_FILE ":%d: \"%s\" %s %s", n < 0 ? j->node[object].line : j->node[n].line, key, n < 0 ? "is missing; it must be" : "must be", json_type_name(type));
+    checkpoint_bad(c, MANIFEST_FILE ":%d: \"%s\" %s %s", n < 0 ? j->node[object].line : j->node[n].line, key,
+                   n < 0 ? "is missing; it must be" : "must be", json_type_name(type));
     return -1;
 }
 
 static bool manifest_whole(Checkpoint *c, const Json *j, int n, const char *what, int64_t least, int64_t most, int64_t *value) {
-    if (j->node[n].type == JSON_NUMBER && json_to_i64(json_text(j, n), j->node[n].length, value) == JSON_WHOLE && *value >= least && *value <= most) return true;
+    if (j->node[n].type == JSON_NUMBER && json_to_i64(json_text(j, n), j->node[n].length, value) == JSON_WHOLE && *value >= least &&
+        *value <= most) return true;
     return checkpoint_bad(c, MANIFEST_FILE ":%d: \"%s\" must be a whole number from %" PRId64 " to %" PRId64, j->node[n].line, what, least, most);
 }
 
@@ -290,7 +293,8 @@ static bool manifest_tensor(Checkpoint *c, const Json *j, int n, StoredTensor *t
     int shape = manifest_find(c, j, n, "shape", JSON_ARRAY);
     if (shape < 0 || !manifest_text_of(c, j, n, "name", "._-", t->name, sizeof t->name)) return false;
     t->ndim = j->node[shape].count;
-    if (!t->name[0] || t->ndim < 1 || t->ndim > 2) return checkpoint_bad(c, MANIFEST_FILE ":%d: a tensor needs a name and one or two dimensions", j->node[n].line);
+    if (!t->name[0] || t->ndim < 1 || t->ndim > 2)
+        return checkpoint_bad(c, MANIFEST_FILE ":%d: a tensor needs a name and one or two dimensions", j->node[n].line);
     t->shape[1] = 1;
     int d = 0;
     for (int e = j->node[shape].first; e >= 0; e = j->node[e].next)
@@ -308,7 +312,8 @@ static bool manifest_shard(Checkpoint *c, const Json *j, int n, int rank, Stored
     if (!manifest_text_of(c, j, n, "file", "._-", s->file, sizeof s->file) || !manifest_number(c, j, n, "bytes", 0, &s->file_bytes) ||
         !manifest_hex(c, j, n, "table_crc32c", 8, &crc)) return false;
     s->table_crc = (uint32_t)crc;
-    return strcmp(s->file, expected) == 0 || checkpoint_bad(c, MANIFEST_FILE ":%d: \"file\" is \"%s\", expected \"%s\"", j->node[n].line, s->file, expected);
+    if (strcmp(s->file, expected) == 0) return true;
+    return checkpoint_bad(c, MANIFEST_FILE ":%d: \"file\" is \"%s\", expected \"%s\"", j->node[n].line, s->file, expected);
 }
 
 static int stored_by_name(const void *a, const void *b) { return strcmp((*(StoredTensor *const *)a)->name, (*(StoredTensor *const *)b)->name); }
@@ -319,14 +324,18 @@ static bool manifest_lists(Checkpoint *c, const Json *j) {
     int shards = tensors < 0 ? -1 : manifest_find(c, j, 0, "shards", JSON_ARRAY);
     if (shards < 0) return false;
     int n_kinds = j->node[kinds].count, n_tensors = j->node[tensors].count, n_shards = j->node[shards].count;
-    if (n_kinds < 1 || n_kinds > CHECKPOINT_KINDS_MAX || n_tensors < 1 || n_tensors > STORED_TENSORS_MAX || n_shards < 1 || n_shards > STORED_SHARDS_MAX)
-        return checkpoint_bad(c, MANIFEST_FILE ": %d kinds, %d tensors and %d shards; allowed are 1 to %d, %d and %d", n_kinds, n_tensors, n_shards, CHECKPOINT_KINDS_MAX, STORED_TENSORS_MAX, STORED_SHARDS_MAX);
+    if (n_kinds < 1 || n_kinds > CHECKPOINT_KINDS_MAX || n_tensors < 1 || n_tensors > STORED_TENSORS_MAX || n_shards < 1 ||
+        n_shards > STORED_SHARDS_MAX)
+        return checkpoint_bad(c, MANIFEST_FILE ": %d kinds, %d tensors and %d shards; allowed are 1 to %d, %d and %d", n_kinds, n_tensors,
+                              n_shards, CHECKPOINT_KINDS_MAX, STORED_TENSORS_MAX, STORED_SHARDS_MAX);
     for (int n = j->node[kinds].first; n >= 0; n = j->node[n].next) {
         char dtype[8];
-        if (!manifest_text_of(c, j, n, "name", "_", c->kind[c->n_kinds], sizeof c->kind[0]) || !manifest_text_of(c, j, n, "dtype", "", dtype, sizeof dtype)) return false;
+        if (!manifest_text_of(c, j, n, "name", "_", c->kind[c->n_kinds], sizeof c->kind[0]) ||
+            !manifest_text_of(c, j, n, "dtype", "", dtype, sizeof dtype)) return false;
         if (strcmp(dtype, "fp32") != 0) return checkpoint_bad(c, MANIFEST_FILE ":%d: dtype %s; this build reads fp32", j->node[n].line, dtype);
         for (int k = 0; k < c->n_kinds; k++)
-            if (strcmp(c->kind[k], c->kind[c->n_kinds]) == 0) return checkpoint_bad(c, MANIFEST_FILE ":%d: kind %s is listed twice", j->node[n].line, c->kind[k]);
+            if (strcmp(c->kind[k], c->kind[c->n_kinds]) == 0)
+                return checkpoint_bad(c, MANIFEST_FILE ":%d: kind %s is listed twice", j->node[n].line, c->kind[k]);
         c->n_kinds++;
     }
     c->tensor = (StoredTensor *)host_alloc(sizeof(StoredTensor) * (size_t)n_tensors);
@@ -339,7 +348,8 @@ static bool manifest_lists(Checkpoint *c, const Json *j) {
     }
     if (good) qsort(by_name, (size_t)n_tensors, sizeof *by_name, stored_by_name);
     for (int i = 1; i < n_tensors && good; i++)
-        if (strcmp(by_name[i - 1]->name, by_name[i]->name) == 0) good = checkpoint_bad(c, MANIFEST_FILE ": tensor %s is listed twice", by_name[i]->name);
+        if (strcmp(by_name[i - 1]->name, by_name[i]->name) == 0)
+            good = checkpoint_bad(c, MANIFEST_FILE ": tensor %s is listed twice", by_name[i]->name);
     free(by_name);
     c->shard = (StoredShard *)host_alloc(sizeof(StoredShard) * (size_t)n_shards);
     for (int n = j->node[shards].first; n >= 0 && good; n = j->node[n].next) {
@@ -358,7 +368,8 @@ static bool manifest_members(Checkpoint *c, const Json *j) {
     for (int n = 0; n < j->count; n++) if (j->node[n].twin >= 0) return checkpoint_bad(c, MANIFEST_FILE ":%d: a key occurs twice", j->node[n].line);
     if (!manifest_text_of(c, j, 0, "format", " _", format, sizeof format) || !manifest_number(c, j, 0, "version", 0, &version)) return false;
     if (strcmp(format, CHECKPOINT_FORMAT) != 0 || version != CHECKPOINT_VERSION)
-        return checkpoint_bad(c, MANIFEST_FILE ": format \"%s\" version %" PRId64 "; this build reads \"" CHECKPOINT_FORMAT "\" version %d", format, version, CHECKPOINT_VERSION);
+        return checkpoint_bad(c, MANIFEST_FILE ": format \"%s\" version %" PRId64 "; this build reads \"" CHECKPOINT_FORMAT "\" version %d",
+                              format, version, CHECKPOINT_VERSION);
     int state = manifest_find(c, j, 0, "state", JSON_OBJECT), model = state < 0 ? -1 : manifest_find(c, j, 0, "model", JSON_OBJECT);
     if (model < 0) return false;
     for (int i = 0; i < STATE_NUMBERS; i++)
@@ -368,7 +379,8 @@ static bool manifest_members(Checkpoint *c, const Json *j) {
     int tied = manifest_find(c, j, model, "tie_word_embeddings", JSON_BOOL);
     if (tied < 0) return false;
     c->model.tie_word_embeddings = j->node[tied].truth;
-    if (!manifest_real(c, j, model, "layer_norm_epsilon", &c->model.layer_norm_epsilon) || !manifest_real(c, j, state, "loss_scale", &c->state.loss_scale) ||
+    if (!manifest_real(c, j, model, "layer_norm_epsilon", &c->model.layer_norm_epsilon) ||
+        !manifest_real(c, j, state, "loss_scale", &c->state.loss_scale) ||
         !manifest_hex(c, j, state, "seed", 16, &c->state.seed) || !manifest_hex(c, j, state, "data_fingerprint", 16, &c->state.data_fingerprint) ||
         !manifest_text_of(c, j, state, "config_digest", ":._-", c->state.config_digest, sizeof c->state.config_digest) ||
         !manifest_number(c, j, 0, "world", 1, &world) || !manifest_lists(c, j)) return false;
@@ -381,13 +393,16 @@ static bool manifest_read(Checkpoint *c) {
     if (fd < 0) return false;
     char last[48], expected[48];
     int64_t last_bytes = snprintf(last, sizeof last, MANIFEST_LAST_LINE, 0u);
-    bool good = (bytes > last_bytes && bytes <= MANIFEST_BYTES_MAX) || checkpoint_bad(c, MANIFEST_FILE ": has %" PRId64 " bytes; allowed are %" PRId64 " to %" PRId64, bytes, last_bytes + 1, MANIFEST_BYTES_MAX);
+    bool good = bytes > last_bytes && bytes <= MANIFEST_BYTES_MAX;
+    if (!good)
+        checkpoint_bad(c, MANIFEST_FILE ": has %" PRId64 " bytes; allowed are %" PRId64 " to %" PRId64, bytes, last_bytes + 1, MANIFEST_BYTES_MAX);
     char *text = good ? (char *)host_alloc((size_t)bytes + 1) : NULL;
     good = good && stored_read(c, MANIFEST_FILE, fd, text, bytes, 0);
     close(fd);
     if (good) {
         snprintf(expected, sizeof expected, MANIFEST_LAST_LINE, crc32c_extend(0, text, (size_t)(bytes - last_bytes)));
-        if (memcmp(text + bytes - last_bytes, expected, (size_t)last_bytes) != 0) good = checkpoint_bad(c, MANIFEST_FILE ": its checksum (last line) does not match: the file is damaged or was edited");
+        if (memcmp(text + bytes - last_bytes, expected, (size_t)last_bytes) != 0)
+            good = checkpoint_bad(c, MANIFEST_FILE ": its checksum (last line) does not match: the file is damaged or was edited");
     }
     Json j;
     if (good && !json_parse(&j, text, bytes, JSON_STRICT)) good = checkpoint_bad(c, MANIFEST_FILE ":%d: %s", j.line, j.error);
@@ -411,21 +426,28 @@ static bool stored_shard_open(Checkpoint *c, int rank) {
     s->piece = (unsigned char *)host_alloc((size_t)max_i64(PIECE_BYTES, SHARD_ALIGN));
     if (!stored_read(c, s->file, s->fd, s->piece, SHARD_ALIGN, 0)) return false;
     h = (ShardHeader *)s->piece;
-    if (memcmp(h->magic, SHARD_MAGIC, sizeof h->magic) != 0) return checkpoint_bad(c, "%s: is no shard of a checkpoint (its first bytes are not " SHARD_MAGIC ")", s->file);
-    if (h->byte_order != SHARD_BYTE_ORDER) return checkpoint_bad(c, "%s: byte-order mark 0x%08x; this machine reads 0x%08x", s->file, h->byte_order, SHARD_BYTE_ORDER);
-    if (h->version != CHECKPOINT_VERSION) return checkpoint_bad(c, "%s: version %u; this build reads version %d", s->file, h->version, CHECKPOINT_VERSION);
+    if (memcmp(h->magic, SHARD_MAGIC, sizeof h->magic) != 0)
+        return checkpoint_bad(c, "%s: is no shard of a checkpoint (its first bytes are not " SHARD_MAGIC ")", s->file);
+    if (h->byte_order != SHARD_BYTE_ORDER)
+        return checkpoint_bad(c, "%s: byte-order mark 0x%08x; this machine reads 0x%08x", s->file, h->byte_order, SHARD_BYTE_ORDER);
+    if (h->version != CHECKPOINT_VERSION)
+        return checkpoint_bad(c, "%s: version %u; this build reads version %d", s->file, h->version, CHECKPOINT_VERSION);
     if (h->crc != crc32c_extend(0, h, offsetof(ShardHeader, crc))) return checkpoint_bad(c, "%s: the checksum of its header does not match", s->file);
     if (h->step != c->state.step || h->rank != rank || h->world != c->n_shards)
-        return checkpoint_bad(c, "%s: belongs to rank %" PRId64 " of %" PRId64 " at step %" PRId64 ", not to rank %d of %d at step %" PRId64, s->file, h->rank, h->world, h->step, rank, c->n_shards, c->state.step);
+        return checkpoint_bad(c, "%s: belongs to rank %" PRId64 " of %" PRId64 " at step %" PRId64 ", not to rank %d of %d at step %" PRId64,
+                              s->file, h->rank, h->world, h->step, rank, c->n_shards, c->state.step);
     s->data_bytes = h->data_bytes;
     s->n_runs = h->n_runs;
-    if (s->data_bytes < 0 || s->data_bytes > bytes - SHARD_ALIGN || s->data_bytes % 4 || s->n_runs < 0 || s->n_runs > STORED_RUNS_MAX || h->file_bytes != bytes ||
+    if (s->data_bytes < 0 || s->data_bytes > bytes - SHARD_ALIGN || s->data_bytes % 4 || s->n_runs < 0 || s->n_runs > STORED_RUNS_MAX ||
+        h->file_bytes != bytes ||
         stored_shard_file_bytes(s->data_bytes, s->n_runs) != bytes)
-        return checkpoint_bad(c, "%s: %" PRId64 " bytes of values and %" PRId64 " runs do not fit into its %" PRId64 " bytes", s->file, s->data_bytes, s->n_runs, bytes);
+        return checkpoint_bad(c, "%s: %" PRId64 " bytes of values and %" PRId64 " runs do not fit into its %" PRId64 " bytes", s->file,
+                              s->data_bytes, s->n_runs, bytes);
     int64_t table_at = SHARD_ALIGN + s->data_bytes, table_bytes = bytes - table_at;
     s->table = (unsigned char *)host_alloc((size_t)table_bytes);
     if (!stored_read(c, s->file, s->fd, s->table, table_bytes, table_at)) return false;
-    if (crc32c_extend(0, s->table, (size_t)table_bytes) != s->table_crc) return checkpoint_bad(c, "%s: the checksum of its table does not match the manifest's", s->file);
+    if (crc32c_extend(0, s->table, (size_t)table_bytes) != s->table_crc)
+        return checkpoint_bad(c, "%s: the checksum of its table does not match the manifest's", s->file);
     s->run = (const ShardRun *)s->table;
     s->piece_crc = (const uint32_t *)(s->table + s->n_runs * (int64_t)sizeof(ShardRun));
     int64_t at = 0;
@@ -434,7 +456,8 @@ static bool stored_shard_open(Checkpoint *c, int rank) {
         bool inside = r->tensor < (uint32_t)c->n_tensors && r->kind < (uint32_t)c->n_kinds && r->numel >= 1 && r->global_offset >= 0 &&
                       r->numel <= c->tensor[r->tensor].numel && r->global_offset <= c->tensor[r->tensor].numel - r->numel;
         if (!inside || r->data_offset != at || r->numel > (s->data_bytes - at) / 4)
-            return checkpoint_bad(c, "%s: run %" PRId64 " of its table (tensor %u, kind %u, elements %" PRId64 " from %" PRId64 ", at byte %" PRId64 ") is impossible", s->file, i, r->tensor, r->kind, r->numel, r->global_offset, r->data_offset);
+            return checkpoint_bad(c, "%s: run %" PRId64 " of its table (tensor %u, kind %u, elements %" PRId64 " from %" PRId64 ", at byte %" PRId64 ") is impossible",
+                                  s->file, i, r->tensor, r->kind, r->numel, r->global_offset, r->data_offset);
         at += r->numel * 4;
     }
     return at == s->data_bytes || checkpoint_bad(c, "%s: its runs cover %" PRId64 " of %" PRId64 " bytes of values", s->file, at, s->data_bytes);
@@ -464,7 +487,9 @@ static bool runs_check(Checkpoint *c) {
         for (int tensor = 0; tensor < c->n_tensors; tensor++) {
             int64_t at = 0;
             for (; r < end && r->kind == (uint32_t)kind && r->tensor == (uint32_t)tensor && r->global_offset == at; r++) at += r->numel;
-            if (at != c->tensor[tensor].numel) return checkpoint_bad(c, "%s of tensor %s: elements from %" PRId64 " on are missing or stored twice", c->kind[kind], c->tensor[tensor].name, at);
+            if (at != c->tensor[tensor].numel)
+                return checkpoint_bad(c, "%s of tensor %s: elements from %" PRId64 " on are missing or stored twice", c->kind[kind],
+                                      c->tensor[tensor].name, at);
         }
     return true; // every run was passed, since each belongs to some tensor and kind
 }
@@ -477,7 +502,8 @@ static bool checkpoint_read(Checkpoint *c, int folder, const char *name) {
     if (c->fd < 0) return checkpoint_bad(c, "%s", errno == ELOOP ? "is a symbolic link" : errno == ENOTDIR ? "is not a folder" : strerror(errno));
     if (!manifest_read(c)) return false;
     int64_t step = step_of_name(name);
-    if (step >= 0 && step != c->state.step) return checkpoint_bad(c, MANIFEST_FILE ": is of step %" PRId64 ", not of the step in the folder's name", c->state.step);
+    if (step >= 0 && step != c->state.step)
+        return checkpoint_bad(c, MANIFEST_FILE ": is of step %" PRId64 ", not of the step in the folder's name", c->state.step);
     for (int i = 0; i < c->n_shards; i++) if (!stored_shard_open(c, i)) return false;
     return runs_check(c);
 }
@@ -488,7 +514,8 @@ static bool piece_bad(Checkpoint *c, const StoredShard *s, int64_t start, int64_
     while (s->run[first].data_offset + 4 * s->run[first].numel <= start) first++;
     for (last = first; last + 1 < s->n_runs && s->run[last + 1].data_offset < start + length;) last++;
     const ShardRun *a = &s->run[first], *b = &s->run[last];
-    return checkpoint_bad(c, "%s: the checksum of bytes %" PRId64 " to %" PRId64 " does not match: %s of tensor %s to %s of tensor %s", s->file, SHARD_ALIGN + start,
+    return checkpoint_bad(c, "%s: the checksum of bytes %" PRId64 " to %" PRId64 " does not match: %s of tensor %s to %s of tensor %s",
+                          s->file, SHARD_ALIGN + start,
                           SHARD_ALIGN + start + length - 1, c->kind[a->kind], c->tensor[a->tensor].name, c->kind[b->kind], c->tensor[b->tensor].name);
 }
 
@@ -523,7 +550,9 @@ static bool values_check(Checkpoint *c) {
                 n = min_i64(r->numel - done, PIECE_BYTES / 4);
                 good = stored_shard_values(c, &c->shard[i], values, n * 4, r->data_offset + done * 4);
                 int64_t bad = good ? first_bad_value(values, n, (int)r->kind) : -1;
-                if (bad >= 0) good = checkpoint_bad(c, "%s: %s of tensor %s is %s at element %" PRId64, c->shard[i].file, kind, name, isnan(values[bad]) ? "NaN" : "infinite", r->global_offset + done + bad);
+                if (bad >= 0)
+                    good = checkpoint_bad(c, "%s: %s of tensor %s is %s at element %" PRId64, c->shard[i].file, kind, name,
+                                          isnan(values[bad]) ? "NaN" : "infinite", r->global_offset + done + bad);
             }
         }
     free(values);
@@ -582,7 +611,8 @@ static char *manifest_compose(const TrainingState *state, const CheckpointTensor
     fprintf(f, "{\n\"format\": \"" CHECKPOINT_FORMAT "\",\n\"version\": %d,\n\"world\": %d,\n\"state\": {", CHECKPOINT_VERSION, n_shards);
     for (int i = 0; i < STATE_NUMBERS; i++) fprintf(f, "\"%s\": %" PRId64 ", ", state_numbers[i].name, *number_of(state, &state_numbers[i]));
     manifest_print_real(f, "loss_scale", state->loss_scale);
-    fprintf(f, ", \"seed\": \"%016" PRIx64 "\", \"data_fingerprint\": \"%016" PRIx64 "\", \"config_digest\": \"%s\"},\n\"model\": {", state->seed, state->data_fingerprint, state->config_digest);
+    fprintf(f, ", \"seed\": \"%016" PRIx64 "\", \"data_fingerprint\": \"%016" PRIx64 "\", \"config_digest\": \"%s\"},\n\"model\": {",
+            state->seed, state->data_fingerprint, state->config_digest);
     for (int i = 0; i < MODEL_NUMBERS; i++) fprintf(f, "\"%s\": %" PRId64 ", ", model_numbers[i].name, *number_of(t->model, &model_numbers[i]));
     manifest_print_real(f, "layer_norm_epsilon", t->model->layer_norm_epsilon);
     fprintf(f, ", \"tie_word_embeddings\": %s},\n\"kinds\": [", t->model->tie_word_embeddings ? "true" : "false");
@@ -602,7 +632,9 @@ static char *manifest_compose(const TrainingState *state, const CheckpointTensor
         comma = ",";
     }
     fprintf(f, "],\n\"shards\": [");
-    for (int i = 0; i < n_shards; i++) fprintf(f, "%s\n{\"file\": \"%s\", \"bytes\": %" PRId64 ", \"table_crc32c\": \"%08x\"}", i ? "," : "", shard[i].file, shard[i].bytes, shard[i].table_crc);
+    for (int i = 0; i < n_shards; i++)
+        fprintf(f, "%s\n{\"file\": \"%s\", \"bytes\": %" PRId64 ", \"table_crc32c\": \"%08x\"}", i ? "," : "", shard[i].file,
+                shard[i].bytes, shard[i].table_crc);
     fprintf(f, "],\n");
     fflush(f);
     snprintf(last, sizeof last, MANIFEST_LAST_LINE, crc32c_extend(0, text, length));

@@ -63,7 +63,8 @@ PRINTF_LIKE(3, 4) static inline bool io_failed(Io *io, const char *name, const c
     va_start(args, format);
     vsnprintf(what, sizeof what, format, args);
     va_end(args);
-    snprintf(io->why, sizeof io->why, "%s: %s: %s", name[0] ? text_escape(shown, sizeof shown, name, strlen(name)) : "the folder itself", what, strerror(io->error));
+    snprintf(io->why, sizeof io->why, "%s: %s: %s", name[0] ? text_escape(shown, sizeof shown, name, strlen(name)) : "the folder itself",
+             what, strerror(io->error));
     return false;
 }
 
@@ -213,6 +214,7 @@ static inline bool io_remove(Io *io, const IoHandle *folder, const char *name) {
 // A name that nobody can guess and no earlier run has used.
 static inline uint64_t io_nonce(void) {
     uint64_t nonce = 0;
-    if (getrandom(&nonce, sizeof nonce, 0) != (ssize_t)sizeof nonce) nonce = rng_bits((uint64_t)getpid(), (uint64_t)time(NULL), (uint64_t)(clock_seconds() * 1e9));
+    if (getrandom(&nonce, sizeof nonce, 0) != (ssize_t)sizeof nonce)
+        nonce = rng_bits((uint64_t)getpid(), (uint64_t)time(NULL), (uint64_t)(clock_seconds() * 1e9));
     return nonce;
 }

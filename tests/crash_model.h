@@ -33,7 +33,7 @@ typedef struct {
 static int crash_record(void *ctx, IoCall *call) {
     CrashLog *l = (CrashLog *)ctx;
     if (call->op == IO_SYNC && !call->name[0] && l->fail_sync > 0 && --l->fail_sync == 0) return EIO;
-    if (call->op == IO_SPACE || call->op == IO_OPEN || call->op == IO_CLOSE) return 0;
+    if (call->op == IO_SPACE || call->op == IO_OPEN || call->op == IO_CLOSE || strncmp(call->name, "..", 3) == 0) return 0;
     if (call->op == IO_RENAME && call->rename == IO_RENAME_NEW) { // will be refused, so it changes nothing
         char path[1024];
         struct stat st;
@@ -234,7 +234,8 @@ static void crash_build(const char *root, const Effect *effect, int cut, const b
 // Calls visit for every crash state: at each cut all subsets of the volatile effects if they are at most 2^exhaustive, else
 // none, all, each one alone lost or kept, and `samples` random ones. `acknowledged` is the last step counted as safe. Ends
 // early when visit returns false. Returns the number of states.
-static int64_t crash_each(const Effect *effect, int n, int exhaustive, int samples, bool (*visit)(void *ctx, int cut, const bool *lost, int64_t acknowledged), void *ctx) {
+static int64_t crash_each(const Effect *effect, int n, int exhaustive, int samples,
+                          bool (*visit)(void *ctx, int cut, const bool *lost, int64_t acknowledged), void *ctx) {
     int64_t states = 0, acknowledged = 0;
     bool *lost = (bool *)host_alloc((size_t)n + 1);
     int *list = (int *)host_alloc(sizeof(int) * (size_t)(n + 1));

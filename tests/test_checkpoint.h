@@ -48,8 +48,10 @@ static float fake_value(int64_t step, int kind, int row, int64_t i) {
 static void fake_fill(FakeRun *f, int64_t step) {
     for (int k = 0; k < f->n_kinds; k++)
         for (int row = 0; row < f->table.n_rows; row++)
-            for (int64_t i = 0; f->table.row[row].tied_to < 0 && i < param_numel(&f->table.row[row]); i++) f->value[k][row][i] = fake_value(step, k, row, i);
-    TrainingState s = {step, step - 1, step * 1000, 1, 65536.0 / 3.0, step + 7, -1, 2, 0, 0xfedcba9876543210ull, 0x8000000000000001ull, step * 8, "0123456789abcdef"};
+            for (int64_t i = 0; f->table.row[row].tied_to < 0 && i < param_numel(&f->table.row[row]); i++)
+                f->value[k][row][i] = fake_value(step, k, row, i);
+    TrainingState s = {step, step - 1, step * 1000, 1, 65536.0 / 3.0, step + 7, -1, 2, 0, 0xfedcba9876543210ull, 0x8000000000000001ull,
+                       step * 8, "0123456789abcdef"};
     f->state = s;
 }
 
@@ -74,7 +76,8 @@ static FakeRun *fake_make(ModelConfig m, int n_kinds, int64_t step) {
         f->value[k] = (float **)host_alloc(sizeof(float *) * (size_t)f->table.n_rows);
         for (int row = 0; row < f->table.n_rows; row++) f->value[k][row] = (float *)host_alloc((size_t)param_numel(&f->table.row[row]) * 4);
     }
-    CheckpointTensors t = {&f->table, &f->model, n_kinds, {fake_kind_names[0], fake_kind_names[1], fake_kind_names[2], fake_kind_names[3]}, f, fake_get, fake_put};
+    CheckpointTensors t = {&f->table, &f->model, n_kinds, {fake_kind_names[0], fake_kind_names[1], fake_kind_names[2], fake_kind_names[3]},
+                           f, fake_get, fake_put};
     f->tensors = t;
     fake_fill(f, step);
     return f;
@@ -100,7 +103,8 @@ static bool fake_holds(Test *t, const FakeRun *f, int64_t step) {
                 t->compared++;
             }
     const TrainingState *s = &f->state;
-    return same && s->step == step && s->applied_updates == step - 1 && s->tokens == step * 1000 && s->skipped == 1 && s->loss_scale == 65536.0 / 3.0 && s->scaler_iteration == step + 7 &&
+    return same && s->step == step && s->applied_updates == step - 1 && s->tokens == step * 1000 && s->skipped == 1 &&
+           s->loss_scale == 65536.0 / 3.0 && s->scaler_iteration == step + 7 &&
            s->scaler_last_overflow == -1 && s->scaler_hysteresis_left == 2 && s->consecutive_skipped == 0 && s->seed == 0xfedcba9876543210ull && s->data_fingerprint == 0x8000000000000001ull &&
            s->data_samples == step * 8 && strcmp(s->config_digest, "0123456789abcdef") == 0;
 }
@@ -237,7 +241,8 @@ static void test_checkpoint_crc32c(Test *t) {
     unsigned char zeros[32] = {0}, ones[32], up[32], down[32];
     memset(ones, 0xff, sizeof ones);
     for (int i = 0; i < 32; i++) { up[i] = (unsigned char)i; down[i] = (unsigned char)(31 - i); }
-    static const unsigned char pdu[48] = {0x01, 0xc0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x14, 0, 0, 0, 0, 0, 0x04, 0, 0, 0, 0, 0x14, 0, 0, 0, 0x18, 0x28, 0, 0, 0, 0, 0, 0, 0, 0x02, 0, 0, 0, 0, 0, 0, 0};
+    static const unsigned char pdu[48] = {0x01, 0xc0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0x14, 0, 0, 0, 0, 0, 0x04, 0, 0, 0, 0, 0x14,
+                                          0, 0, 0, 0x18, 0x28, 0, 0, 0, 0, 0, 0, 0, 0x02, 0, 0, 0, 0, 0, 0, 0};
     const struct { const void *p; size_t n; uint32_t want; } row[] = {
         {"", 0, 0}, {"123456789", 9, 0xe3069283u}, {zeros, 32, 0x8a9136aau}, {ones, 32, 0x62a8ab43u}, {up, 32, 0x46dd794eu}, {down, 32, 0x113fdb5cu}, {pdu, 48, 0xd9963a56u},
     };
@@ -298,7 +303,8 @@ static void test_checkpoint_round_trip(Test *t) {
             free(y);
         }
         expect_equal_i64(t, "bytes reported", r.bytes, bytes);
-        expect_true(t, r.bytes <= checkpoint_bytes(&f->tensors), "%" PRId64 " bytes written, %" PRId64 " foreseen", r.bytes, checkpoint_bytes(&f->tensors));
+        expect_true(t, r.bytes <= checkpoint_bytes(&f->tensors), "%" PRId64 " bytes written, %" PRId64 " foreseen", r.bytes,
+                    checkpoint_bytes(&f->tensors));
         // The same step again, with other values: replaced in one step, nothing left over.
         ckpt_save_steps(other, f, steps, 1);
         fake_fill(f, 8);
@@ -307,7 +313,8 @@ static void test_checkpoint_round_trip(Test *t) {
         again = checkpoint_save(o, &f->state, &f->tensors, 0, 0);
         checkpoint_close(o);
         expect_true(t, again.durable, "not durable: %s", again.why);
-        expect_true(t, checkpoint_load(other, "step-00000007", &g->state, &g->tensors, name, sizeof name) && g->state.tokens == 8000, "the old state of step 7 is still there");
+        expect_true(t, checkpoint_load(other, "step-00000007", &g->state, &g->tensors, name, sizeof name) && g->state.tokens == 8000,
+                    "the old state of step 7 is still there");
         expect_equal_i64(t, "entries", ckpt_count(other, ckpt_count_visit), 3); // .lock, latest, step-00000007
         fake_free(f);
         fake_free(g);
@@ -389,19 +396,22 @@ static void test_checkpoint_bit_flips(Test *t) {
             flips++;
             t->compared++;
             if (!why) { missed++; test_fail(t, "%s: flip of bit %" PRId64 " not found", files[file], bit); }
-            else if (!strstr(why, files[file])) { misnamed++; test_fail(t, "%s: flip of bit %" PRId64 ": \"%s\" does not name the file", files[file], bit, why); }
+            else if (!strstr(why, files[file])) { misnamed++; test_fail(t, "%s: flip of bit %" PRId64 ": \"%s\" does not name the file",
+                                                                        files[file], bit, why); }
             else if (file == 1 && at >= SHARD_ALIGN && at < table) {
                 int place[2];
                 ckpt_named(f, why, place);
                 // this model's values are one piece, so the damage lies between its first tensor and its last
-                if (place[0] != 0 || place[1] != f->n_kinds * (f->table.n_rows - 1) - 1) test_fail(t, "flip of bit %" PRId64 ": \"%s\" does not name the tensors", bit, why);
+                if (place[0] != 0 || place[1] != f->n_kinds * (f->table.n_rows - 1) - 1)
+                    test_fail(t, "flip of bit %" PRId64 ": \"%s\" does not name the tensors", bit, why);
             }
             CHECK(pwrite(fd, whole + at, 1, at) == 1, "pwrite: %s", strerror(errno));
         }
         close(fd);
         free(whole);
     }
-    expect_true(t, flips > 10000 && missed == 0 && misnamed == 0, "%" PRId64 " flips, %" PRId64 " missed, %" PRId64 " misnamed", flips, missed, misnamed);
+    expect_true(t, flips > 10000 && missed == 0 && misnamed == 0, "%" PRId64 " flips, %" PRId64 " missed, %" PRId64 " misnamed", flips,
+                missed, misnamed);
     expect_true(t, ckpt_verdict(folder, "step-00000005") == NULL, "bad after the damage was undone");
     fake_free(f);
     ckpt_remove(folder);
@@ -436,7 +446,8 @@ static void test_checkpoint_flips_name_tensors(Test *t) {
         const char *why = ckpt_verdict(folder, "step-00000005");
         int place[2] = {-1, -1};
         if (why) ckpt_named(f, why, place);
-        expect_true(t, why && place[0] == first && place[1] == last && first <= damaged && damaged <= last, "flip at %" PRId64 ": \"%s\" names %d and %d, expected %" PRId64 " and %" PRId64, at, why ? why : "not found", place[0], place[1], first, last);
+        expect_true(t, why && place[0] == first && place[1] == last && first <= damaged && damaged <= last,
+                    "flip at %" PRId64 ": \"%s\" names %d and %d, expected %" PRId64 " and %" PRId64, at, why ? why : "not found", place[0], place[1], first, last);
         CHECK(pwrite(fd, &byte, 1, SHARD_ALIGN + at) == 1, "pwrite");
     }
     close(fd);
@@ -444,7 +455,8 @@ static void test_checkpoint_flips_name_tensors(Test *t) {
     ckpt_remove(folder);
 }
 
-typedef enum { CKPT_HARM_CUT_1, CKPT_HARM_CUT_HALF, CKPT_HARM_CUT_ALL, CKPT_HARM_GROW_1, CKPT_HARM_GROW_BLOCK, CKPT_HARM_REMOVE, CKPT_HARM_LINK, CKPT_HARM_FIFO, CKPT_HARM_FOLDER, CKPT_HARM_ZEROS, CKPT_HARM_COUNT } CkptHarm;
+typedef enum { CKPT_HARM_CUT_1, CKPT_HARM_CUT_HALF, CKPT_HARM_CUT_ALL, CKPT_HARM_GROW_1, CKPT_HARM_GROW_BLOCK, CKPT_HARM_REMOVE,
+              CKPT_HARM_LINK, CKPT_HARM_FIFO, CKPT_HARM_FOLDER, CKPT_HARM_ZEROS, CKPT_HARM_COUNT } CkptHarm;
 
 static void ckpt_harm(const char *path, CkptHarm harm) {
     int64_t bytes;
@@ -507,7 +519,8 @@ static void test_checkpoint_choice(Test *t) {
     // By step, not by name, time or what `latest` says; nothing else in the folder disturbs.
     const int64_t steps[] = {100000000, 3, 99999999, 20};
     ckpt_save_steps(folder, f, steps, 4);
-    static const char *const foreign[] = {"notes.txt", "step-", "step-12", "step-000000020", "step-00000020x", "step--0000020", "step-99999999999999999999", "step-best", ".hidden"};
+    static const char *const foreign[] = {"notes.txt", "step-", "step-12", "step-000000020", "step-00000020x", "step--0000020",
+                                          "step-99999999999999999999", "step-best", ".hidden"};
     for (size_t i = 0; i < sizeof foreign / sizeof *foreign; i++) ckpt_spill(ckpt_join(path, folder, foreign[i]), "x", 1);
     CHECK(mkdir(ckpt_join(path, folder, ".tmp-step-00000777-0"), 0777) == 0, "mkdir");
     f->puts = 0;
@@ -534,7 +547,8 @@ static void test_checkpoint_choice(Test *t) {
     expect_equal_text(t, "itself, with slashes", ckpt_load_quietly(slashed, "auto", f, &c), "step-00000020");
     expect_contains(t, "note", c.text, "1 foreign files ignored, such as my\\x1bnotes");
     // Names that lead out of the folder or hide in it.
-    static const char *const tags[] = {"", ".", "..", "../x", "/tmp", "a/b", ".tmp-step-00000777-0", "a b", "a\n", "\xff", "step-00000020/", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
+    static const char *const tags[] = {"", ".", "..", "../x", "/tmp", "a/b", ".tmp-step-00000777-0", "a b", "a\n", "\xff", "step-00000020/",
+                                       "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
     f->puts = 0;
     for (size_t i = 0; i < sizeof tags / sizeof *tags; i++) {
         CkptLoadCall call = {folder, tags[i], f};
@@ -641,7 +655,8 @@ static void ckpt_edit_manifest(const char *checkpoint, const char *from, const c
     char *m = ckpt_slurp(ckpt_join(path, checkpoint, "manifest.json"), &bytes), *at = strstr(m, from);
     CHECK(at, "no %s in the manifest", from);
     int fd = open(path, O_WRONLY | O_TRUNC | O_CLOEXEC);
-    CHECK(file_write_all(fd, m, at - m) && file_write_all(fd, to, (int64_t)strlen(to)) && file_write_all(fd, at + strlen(from), m + bytes - at - (int64_t)strlen(from)), "write");
+    CHECK(file_write_all(fd, m, at - m) && file_write_all(fd, to, (int64_t)strlen(to)) &&
+          file_write_all(fd, at + strlen(from), m + bytes - at - (int64_t)strlen(from)), "write");
     close(fd);
     free(m);
 }
@@ -706,7 +721,9 @@ static void test_checkpoint_forged_manifest(Test *t) {
     for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
         ckpt_spill(path, good, bytes);
         ckpt_edit_manifest(checkpoint, row[i].from, row[i].to);
-        if (strncmp(row[i].from, "\"bytes\": ", 9) == 0) ckpt_edit_manifest(checkpoint, row[i].to, strcmp(row[i].to, "\"bytes\": 1") == 0 ? "\"bytes\": 1, \"x\": " : "\"bytes\": -1, \"x\": ");
+        if (strncmp(row[i].from, "\"bytes\": ", 9) == 0)
+            ckpt_edit_manifest(checkpoint, row[i].to, strcmp(row[i].to,
+                                                             "\"bytes\": 1") == 0 ? "\"bytes\": 1, \"x\": " : "\"bytes\": -1, \"x\": ");
         ckpt_reseal(checkpoint);
         const char *why = ckpt_verdict(folder, "step-00000005");
         expect_contains(t, row[i].to, why ? why : "(taken for good)", row[i].why);
@@ -808,11 +825,13 @@ static void test_checkpoint_not_finite(Test *t) {
         if (cases[i].word) expect_contains(t, "why", r.why, cases[i].word);
         expect_true(t, ckpt_exists(folder, "step-00000005") == !!cases[i].word, "case %zu: older one %d", i, ckpt_exists(folder, "step-00000005"));
         f->poison_row = -1;
-        if (!cases[i].word) { ckpt_remove(ckpt_join(path, folder, "step-00000006")); checkpoint_close(s); ckpt_save_steps(folder, f, steps, 1); s = checkpoint_open(folder, false); }
+        if (!cases[i].word) { ckpt_remove(ckpt_join(path, folder, "step-00000006")); checkpoint_close(s); ckpt_save_steps(folder, f, steps,
+                1); s = checkpoint_open(folder, false); }
         // the same value put into a stored checkpoint, under right checksums
         int64_t at = SHARD_ALIGN, place = param_numel(&f->table.row[row]) / 2;
         for (int k = 0; k <= cases[i].kind; k++)
-            for (int r2 = 0; r2 < f->table.n_rows && (k < cases[i].kind || r2 < row); r2++) if (f->table.row[r2].tied_to < 0) at += 4 * param_numel(&f->table.row[r2]);
+            for (int r2 = 0; r2 < f->table.n_rows && (k < cases[i].kind || r2 < row); r2++)
+                if (f->table.row[r2].tied_to < 0) at += 4 * param_numel(&f->table.row[r2]);
         int64_t bytes;
         ckpt_join(path, ckpt_join(checkpoint, folder, "step-00000005"), "shard-0.bin");
         char *good = ckpt_slurp(path, &bytes);
@@ -1003,6 +1022,48 @@ static void test_checkpoint_lock(Test *t) {
     ckpt_remove(folder);
 }
 
+static int ckpt_count_above(void *ctx, IoCall *call) {
+    *(int *)ctx += call->op == IO_SYNC && strcmp(call->name, "..") == 0;
+    return call->op == IO_SYNC && strcmp(call->name, "..") == 0 && *(int *)ctx == 2 ? EIO : 0;
+}
+
+// The name of save_dir is data of the folder above, and so on up: each is fsynced. One that cannot be is told, and borne.
+static void test_checkpoint_folders_above(Test *t) {
+    CkptPath folder, deep;
+    CkptCaptured c;
+    ckpt_folder(folder);
+    ckpt_join(deep, folder, "a/b/c");
+    int above = 0, levels = 0;
+    for (const char *p = deep; *p; p++) levels += *p == '/';
+    Io io = {ckpt_count_above, &above};
+    ckpt_capture_begin(&c);
+    checkpoint_close(checkpoint_open_io(deep, false, &io));
+    ckpt_capture_end(&c);
+    expect_equal_i64(t, "fsyncs of folders above", above, levels);
+    expect_contains(t, "note", c.text, "fsync of a folder above it failed");
+    ckpt_remove(folder);
+}
+
+// Whoever keeps more checkpoints than the disk holds is told at the start.
+static void test_checkpoint_space_note(Test *t) {
+    CkptPath folder;
+    CkptCaptured c;
+    ckpt_folder(folder);
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
+    CheckpointStore *s = checkpoint_open(folder, false);
+    ckpt_capture_begin(&c);
+    checkpoint_space_note(s, &f->tensors, 3);
+    ckpt_capture_end(&c);
+    expect_equal_text(t, "note with room", c.text, "");
+    ckpt_capture_begin(&c);
+    checkpoint_space_note(s, &f->tensors, (int64_t)1 << 40);
+    ckpt_capture_end(&c);
+    expect_contains(t, "note without room", c.text, "a checkpoint takes 0.0 MB, and 1099511627777 more");
+    checkpoint_close(s);
+    fake_free(f);
+    ckpt_remove(folder);
+}
+
 static void test_checkpoint_cannot_create(Test *t) {
     CkptPath folder, path;
     ckpt_folder(folder);
@@ -1092,10 +1153,12 @@ static void test_checkpoint_retention(Test *t) {
     fake_fill(f, 25);
     SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 1, 1);
     expect_true(t, r.durable, "%s", r.why);
-    expect_true(t, !ckpt_exists(folder, "step-00000010") && !ckpt_exists(folder, "step-00000020") && ckpt_exists(folder, "step-00000025") && ckpt_exists(folder, "step-00000030") && ckpt_exists(folder, "step-00000040"), "wrong ones kept");
+    expect_true(t, !ckpt_exists(folder, "step-00000010") && !ckpt_exists(folder, "step-00000020") && ckpt_exists(folder, "step-00000025") &&
+                ckpt_exists(folder, "step-00000030") && ckpt_exists(folder, "step-00000040"), "wrong ones kept");
     fake_fill(f, 50);
     r = checkpoint_save(s, &f->state, &f->tensors, 0, 2);
-    expect_true(t, r.durable && !ckpt_exists(folder, "step-00000025") && ckpt_exists(folder, "step-00000030") && ckpt_exists(folder, "step-00000040") && ckpt_exists(folder, "step-00000050"), "wrong ones kept");
+    expect_true(t, r.durable && !ckpt_exists(folder, "step-00000025") && ckpt_exists(folder, "step-00000030") &&
+                ckpt_exists(folder, "step-00000040") && ckpt_exists(folder, "step-00000050"), "wrong ones kept");
     checkpoint_close(s);
     ckpt_remove(folder);
     fake_free(f);
@@ -1182,7 +1245,8 @@ static void test_checkpoint_fail_every_call(Test *t) {
                 faults.at = 0;
                 struck += !over;
                 not_durable += !r.durable;
-                expect_true(t, r.durable ? r.why[0] == 0 : strstr(r.why, strerror(errors[e])) != NULL && strstr(r.why, folder), "call %" PRId64 ": durable %d, why \"%s\"", k, r.durable, r.why);
+                expect_true(t, r.durable ? r.why[0] == 0 : strstr(r.why, strerror(errors[e])) != NULL && strstr(r.why, folder),
+                            "call %" PRId64 ": durable %d, why \"%s\"", k, r.durable, r.why);
                 // a refused allocation or write leaves nothing; only a struck removal or last fsync may
                 const char *name = ckpt_load_quietly(folder, "auto", g, &c);
                 bool new_one = strcmp(name, "step-00000003") == 0 || (same_step && g->state.tokens == 3000);
@@ -1205,7 +1269,8 @@ static void test_checkpoint_fail_every_call(Test *t) {
                 ckpt_remove(folder);
                 if (over) break;
             }
-    expect_true(t, struck > 150 && not_durable > 100 && not_durable < struck, "%" PRId64 " calls struck, %" PRId64 " saves failed", struck, not_durable);
+    expect_true(t, struck > 150 && not_durable > 100 && not_durable < struck, "%" PRId64 " calls struck, %" PRId64 " saves failed", struck,
+                not_durable);
     fake_free(f);
     fake_free(g);
 }
@@ -1416,7 +1481,8 @@ static const char *const mutant_names[MUTANTS] = {
     "no fsync of the new latest", "old one of the same step deleted before the rename",
 };
 
-static bool crash_ends_with(const char *text, const char *end) { return strlen(text) >= strlen(end) && strcmp(text + strlen(text) - strlen(end), end) == 0; }
+static bool crash_ends_with(const char *text, const char *end) { return strlen(text) >= strlen(end) &&
+                                                                strcmp(text + strlen(text) - strlen(end), end) == 0; }
 static bool crash_publishes(const LogOp *o) { return o->op == IO_RENAME && strncmp(o->to, "step-", 5) == 0; }
 static bool crash_trashes(const LogOp *o) { return o->op == IO_RENAME && strncmp(o->to, ".trash-", 7) == 0; }
 static bool crash_removes(const LogOp *o) { return o->op == IO_UNLINK || o->op == IO_RMDIR; }
@@ -1431,7 +1497,8 @@ static int crash_mutate(const CrashLog *l, Mutant mutant, LogOp *out) {
         if (mutant == MUTANT_NO_SHARD_SYNC && sync && crash_ends_with(o->name, "/shard-0.bin")) continue;
         if (mutant == MUTANT_NO_MANIFEST_SYNC && sync && crash_ends_with(o->name, "/manifest.json")) continue;
         if (mutant == MUTANT_NO_FOLDER_SYNC && sync && strncmp(o->name, ".tmp-step", 9) == 0 && !strchr(o->name, '/')) continue;
-        if (mutant == MUTANT_NO_PUBLISH_SYNC && ((top_sync && before && (crash_publishes(before) || crash_is_latest(before))) || crash_is_latest(o))) continue;
+        if (mutant == MUTANT_NO_PUBLISH_SYNC && ((top_sync && before && (crash_publishes(before) || crash_is_latest(before))) ||
+                                                 crash_is_latest(o))) continue;
         if (mutant == MUTANT_NO_TRASH_SYNC && top_sync && before && crash_trashes(before)) continue;
         if (mutant == MUTANT_NO_SWEEP_SYNC && top_sync && before && before->op == LOG_START) continue;
         if (mutant == MUTANT_LATEST_IN_PLACE && crash_is_latest(o)) { // create, write, fsync, rename, and the fsync of the folder stays
@@ -1450,9 +1517,11 @@ static int crash_mutate(const CrashLog *l, Mutant mutant, LogOp *out) {
         if (mutant == MUTANT_EARLY_ACK && o->op == LOG_ACK) continue;
         if (mutant == MUTANT_DELETE_FIRST && crash_publishes(o) && o->rename == IO_RENAME_NEW) { // trash, fsync and removal of this save come first
             for (int k = i; k < l->n && !(k > i && crash_publishes(&l->op[k])); k++)
-                if (crash_trashes(&l->op[k])) for (int m = k; m < l->n && (m == k || l->op[m].op == IO_SYNC || crash_removes(&l->op[m])); m++) out[n++] = l->op[m];
+                if (crash_trashes(&l->op[k]))
+                    for (int m = k; m < l->n && (m == k || l->op[m].op == IO_SYNC || crash_removes(&l->op[m])); m++) out[n++] = l->op[m];
         }
-        if (mutant == MUTANT_DELETE_FIRST && (crash_trashes(o) || (top_sync && before && crash_trashes(before)) || (crash_removes(o) && strncmp(o->name, ".trash-", 7) == 0))) continue;
+        if (mutant == MUTANT_DELETE_FIRST && (crash_trashes(o) || (top_sync && before && crash_trashes(before)) || (crash_removes(o) &&
+                strncmp(o->name, ".trash-", 7) == 0))) continue;
         if (mutant == MUTANT_REPLACE_BY_DELETING && crash_publishes(o) && o->rename == IO_RENAME_SWAP) {
             LogOp aside = *o, over = *o;
             snprintf(aside.name, sizeof aside.name, "%s", o->to);
@@ -1526,10 +1595,13 @@ static void test_checkpoint_crash_model(Test *t) {
         int64_t states = crash_each(effect, n, 6, 20, crash_visit, c), broken = c->lost + c->torn + c->latest;
         t->compared += states;
         if (mutant == MUTANT_NONE) {
-            expect_true(t, broken == 0, "of %" PRId64 " states, %" PRId64 " lost an acknowledged save, %" PRId64 " hold a torn one, %" PRId64 " have a bad latest; %s", states, c->lost, c->torn, c->latest, c->first);
+            expect_true(t, broken == 0, "of %" PRId64 " states, %" PRId64 " lost an acknowledged save, %" PRId64 " hold a torn one, %" PRId64 " have a bad latest; %s",
+                        states, c->lost, c->torn, c->latest, c->first);
             expect_true(t, c->seen > 1000, "only %" PRId64 " different states", c->seen);
         } else expect_true(t, broken > 0, "the test has no teeth: \"%s\" was not noticed in %" PRId64 " states", mutant_names[mutant], states);
-        if (getenv("TEST_VERBOSE")) printf("     %-60s %6" PRId64 " states, %5" PRId64 " different: %" PRId64 " lost, %" PRId64 " torn, %" PRId64 " latest\n", mutant_names[mutant], states, c->seen, c->lost, c->torn, c->latest);
+        if (getenv("TEST_VERBOSE"))
+            printf("     %-60s %6" PRId64 " states, %5" PRId64 " different: %" PRId64 " lost, %" PRId64 " torn, %" PRId64 " latest\n",
+                   mutant_names[mutant], states, c->seen, c->lost, c->torn, c->latest);
         ckpt_remove(c->root);
         free(c);
     }
@@ -1556,6 +1628,8 @@ static const TestRow checkpoint_tests[] = {
     {"mismatch", test_checkpoint_mismatch},
     {"many_layers", test_checkpoint_many_layers},
     {"lock", test_checkpoint_lock},
+    {"folders_above", test_checkpoint_folders_above},
+    {"space_note", test_checkpoint_space_note},
     {"cannot_create", test_checkpoint_cannot_create},
     {"sweep", test_checkpoint_sweep},
     {"retention", test_checkpoint_retention},
