@@ -6,6 +6,7 @@
 #include "device.h"
 #include <malloc.h>
 #include <omp.h>
+#include <sys/resource.h>
 
 // Each block is preceded by a header that says how long it is.
 #define DEVICE_ALIGNMENT 256
@@ -87,6 +88,11 @@ static void memory_now(int64_t *limit, int64_t *available) {
         *limit = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
         *available = *limit;
     }
+    struct rlimit space; // ulimit -v
+    if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY && space.rlim_cur < (rlim_t)*limit) {
+        *limit = (int64_t)space.rlim_cur;
+        *available = min_i64(*available, *limit);
+    }
     cgroup_memory(limit, available);
 }
 
@@ -120,8 +126,9 @@ void *device_malloc(int64_t bytes) {
     if (bytes <= device_cpu.memory_bytes - before)
         p = (char *)aligned_alloc(DEVICE_ALIGNMENT, (size_t)round_up(bytes, DEVICE_ALIGNMENT) + DEVICE_ALIGNMENT);
     if (!p)
-        die(EXIT_CONFIG, "out of memory: %.2f GB asked for with %.2f GB in use, and this machine (container limit included) has %.2f GB; "
-            "lower train_micro_batch_size_per_gpu, run.seq_len or the model's size", (double)bytes * 1e-9, (double)before * 1e-9, (double)device_cpu.memory_bytes * 1e-9);
+        die(EXIT_CONFIG, "out of memory: %.2f GB asked for with %.2f GB in use, and this process may have %.2f GB (the least of machine, container and "
+            "ulimit -v); lower train_micro_batch_size_per_gpu, run.seq_len or the model's size",
+            (double)bytes * 1e-9, (double)before * 1e-9, (double)device_cpu.memory_bytes * 1e-9);
     memcpy(p, &bytes, sizeof bytes);
 #ifdef DEBUG
     memset(p + DEVICE_ALIGNMENT, 0xff, (size_t)bytes); // NaN in every element type: reading what nobody wrote shows

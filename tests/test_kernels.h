@@ -13,6 +13,7 @@
 #include "dies.h"
 #include "harness.h"
 #include <omp.h>
+#include <sys/resource.h>
 
 // ---------------------------------------------------------------------------------------------------------------
 // Bounds
@@ -611,6 +612,7 @@ static const KernelShape linear_shapes[] = {
     {.B = 1, .T = 211, .C = 1, .OC = 97, .flags = ACCUMULATE | CPU_ONLY},
     {.B = 1, .T = 1, .C = 211, .OC = 1031, .flags = PRE_GELU | CPU_ONLY},
     {.B = 1, .T = 1031, .C = 31, .OC = 1, .flags = BIAS | CPU_ONLY},
+    {.B = 1, .T = 4099, .C = 16, .OC = 24, .flags = BIAS | RESIDUAL},
     {0},
 };
 static const Kernel kernel_linear_forward = {"linear_forward", setup_linear_forward, reference_linear_forward, call_linear_forward, linear_shapes};
@@ -1201,12 +1203,24 @@ static void die_of_memory(void *arg) {
     (void)arg;
     device_malloc((int64_t)1 << 50);
 }
+static void die_of_ulimit(void *arg) {
+    (void)arg;
+    const struct rlimit space = {(rlim_t)4 << 30, RLIM_INFINITY};
+    setrlimit(RLIMIT_AS, &space);
+    device_init(0);
+    device_malloc((int64_t)5 << 30);
+}
 static void test_refusals(Test *t) {
     expect_dies(t, EXIT_INTERNAL, "token 4 at 1 of a vocabulary of 4", die_of_token, NULL);
     expect_dies(t, EXIT_INTERNAL, "target 4 at 0 of a vocabulary of 4", die_of_target, NULL);
     expect_dies(t, EXIT_INTERNAL, "gelu_forward: out has 2 rows of 2", die_of_shape, NULL);
     expect_dies(t, EXIT_INTERNAL, "gelu_forward: out is fp32, wanted bf16", die_of_dtype, NULL);
-    if (!KERNELS_ON_GPU) expect_dies(t, EXIT_CONFIG, "out of memory: 1125899.91 GB", die_of_memory, NULL);
+    if (!KERNELS_ON_GPU) {
+        expect_dies(t, EXIT_CONFIG, "out of memory: 1125899.91 GB", die_of_memory, NULL);
+#ifndef __SANITIZE_ADDRESS__ // whose shadow memory needs more address space than any limit leaves
+        expect_dies(t, EXIT_CONFIG, "may have 4.29 GB", die_of_ulimit, NULL);
+#endif
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 // them into results, while they are in the L1 cache.
 #include "tile.h"
 #include "vector_math.h"
+#include <omp.h>
 
 namespace cpu {
 
@@ -14,9 +15,9 @@ enum {
     BLOCK_K = 256,
     BLOCK_M = 4096 / TILE_ROWS * TILE_ROWS,   // rows packed at a time
     BLOCK_N = 1024,                           // columns packed at a time
-    TASK_M = 96 / TILE_ROWS * TILE_ROWS,      // most rows and columns of a thread's piece of work: its part of A stays in L2
-    TASK_N = 256,
-    PACK_M = TASK_M, PACK_N = 64,             // lines that a thread packs at a time
+    TASK_M = 96,                              // most rows and columns of a thread's piece of work: its part of A stays in L2;
+    TASK_N = 256,                             // both are whole tiles after halving twice as well
+    PACK_M = 48, PACK_N = 64,                 // lines that a thread packs at a time
     PACK_SCRATCH = TILE_COLUMNS * BLOCK_K,
     SERIAL_FMAS = 1 << 18,                    // products smaller than this stay on the calling thread
 };
@@ -97,13 +98,27 @@ static inline __attribute__((always_inline)) void pack(float *dst, const Factor 
     }
 }
 
-// The part of a block that one call works on.
+static_assert(TASK_M / 4 % TILE_ROWS == 0 && TASK_N / 4 % TILE_COLUMNS == 0 && PACK_M % TILE_ROWS == 0 && PACK_N % TILE_COLUMNS == 0, "whole tiles");
+static_assert(PACK_SCRATCH >= PACK_M && PACK_SCRATCH >= PACK_N, "a row of lines fits");
+
+// A block of the product: operands that are packed, and what its tiles are.
 typedef struct {
     const float *a, *b;      // packed panels
     float *partial;          // tiles between pieces of K, [tile row][tile column][TILE]
     int64_t m0, n0, m, n, K; // first row and column in C; rows, columns and terms of the block
     bool first, last;        // piece of K
+    int64_t task_m, task_n;  // rows and columns that a thread takes at a time
 } Block;
+
+// Pieces of work: large, but at least three a thread if they can be had.
+static void size_tasks(Block *k, int64_t threads) {
+    k->task_m = TASK_M;
+    k->task_n = TASK_N;
+    for (int halvings = 0; halvings < 4 && ceil_div(k->m, k->task_m) * ceil_div(k->n, k->task_n) < 3 * threads; halvings++) {
+        if (k->task_n > TASK_N / 4) k->task_n /= 2;
+        else k->task_m /= 2;
+    }
+}
 
 // Tiles of rows i0 .. i1-1, columns j0 .. j1-1 of the block; i0 and j0 are multiples of the tile's sides.
 static void multiply_tiles(const Block *k, const Epilogue *e, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
@@ -132,8 +147,9 @@ static void multiply(const Factor *a, const Factor *b, int64_t K, const Epilogue
         for (int64_t m0 = 0; m0 < M; m0 += BLOCK_M)
             for (int64_t n0 = 0; n0 < N; n0 += BLOCK_N)
                 for (int64_t k0 = 0; k0 < K; k0 += BLOCK_K) {
-                    const Block block = {packed_a, packed_b, partial, m0, n0, min_i64(BLOCK_M, M - m0), min_i64(BLOCK_N, N - n0),
-                                         min_i64(BLOCK_K, K - k0), k0 == 0, k0 + BLOCK_K >= K};
+                    Block block = {packed_a, packed_b, partial, m0, n0, min_i64(BLOCK_M, M - m0), min_i64(BLOCK_N, N - n0),
+                                         min_i64(BLOCK_K, K - k0), k0 == 0, k0 + BLOCK_K >= K, 0, 0};
+                    size_tasks(&block, omp_get_num_threads());
 #pragma omp for schedule(dynamic) nowait
                     for (int64_t i = 0; i < block.m; i += PACK_M)
                         pack(packed_a + i * block.K, a, m0 + i, round_up(min_i64(PACK_M, block.m - i), TILE_ROWS), TILE_ROWS, k0, block.K, scratch);
@@ -141,9 +157,9 @@ static void multiply(const Factor *a, const Factor *b, int64_t K, const Epilogue
                     for (int64_t j = 0; j < block.n; j += PACK_N)
                         pack(packed_b + j * block.K, b, n0 + j, round_up(min_i64(PACK_N, block.n - j), TILE_COLUMNS), TILE_COLUMNS, k0, block.K, scratch);
 #pragma omp for collapse(2) schedule(dynamic)
-                    for (int64_t i = 0; i < block.m; i += TASK_M)
-                        for (int64_t j = 0; j < block.n; j += TASK_N)
-                            multiply_tiles(&block, e, i, min_i64(i + TASK_M, block.m), j, min_i64(j + TASK_N, block.n));
+                    for (int64_t i = 0; i < block.m; i += block.task_m)
+                        for (int64_t j = 0; j < block.n; j += block.task_n)
+                            multiply_tiles(&block, e, i, min_i64(i + block.task_m, block.m), j, min_i64(j + block.task_n, block.n));
                 }
         free(scratch);
     }
