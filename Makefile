@@ -61,7 +61,7 @@ LINK = $(CXX) -fopenmp -pthread $(SAN) -pie -Wl,-z,relro,-z,now,-z,noexecstack -
 LIBS = $(CUDA_LIBS) -lm $(LDLIBS)
 
 CPU_OBJS := $(patsubst kernels/cpu/%.cpp,$(BUILD)/kernels_cpu_%.o,$(sort $(wildcard kernels/cpu/*.cpp)))
-OBJS := $(CPU_OBJS) $(BUILD)/device_$(BACKEND).o
+OBJS := $(CPU_OBJS) $(BUILD)/device_$(BACKEND).o $(BUILD)/comm_self.o
 ifeq ($(BACKEND),cuda)
   CUDA_HOME ?= $(abspath $(dir $(realpath $(NVCC)))/..)
   # a toolkit that the distribution put below /usr is on the compiler's paths already, and must not come first there
@@ -103,7 +103,7 @@ $(BUILD)/link.flags: FORCE | $(BUILD)
 DEPFLAGS = -MMD -MP
 $(BUILD)/%.o: %.cu $(BUILD)/compile.flags
 	$(COMPILE) $(DEPFLAGS) -x c++ -c $< -o $@
-$(BUILD)/device_%.o: runtime/device_%.cpp $(BUILD)/compile.flags
+$(BUILD)/%.o: runtime/%.cpp $(BUILD)/compile.flags
 	$(COMPILE) $(DEPFLAGS) -c $< -o $@
 $(BUILD)/kernels_cpu_%.o: kernels/cpu/%.cpp $(BUILD)/compile.flags
 	$(COMPILE) $(DEPFLAGS) -c $< -o $@

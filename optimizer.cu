@@ -237,7 +237,7 @@ static void optimizer_free(Optimizer *o) {
 static void optimizer_sum_squares(Optimizer *o, Zero *z) {
     for (int u = 0; u < z->model->table.n_units; u++)
         sum_squares_to_double(&o->sums[SUM_SQUARES], tensor1(z->unit[u].grad_shard, DTYPE_FP32, z->unit[u].shard_numel), u > 0, z->stream);
-    comm_all_reduce_double(z->group, o->sums, 2, z->stream);
+    comm_all_reduce_double(z->group, o->sums, 2, COMM_SUM, z->stream);
 }
 
 // Name of the first tensor, in the order of the table, whose gradient is not finite; null if all are. Slow: for last words.

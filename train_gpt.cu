@@ -29,6 +29,7 @@
 typedef struct {
     Config *cfg;
     ProcessGrid grid;
+    Group zero_group;        // of the grid's zero ranks
     Stream stream;
     Model model;
     Zero zero;
@@ -188,12 +189,14 @@ static void trainer_print_start(const Trainer *t) {
 static void trainer_init_core(Trainer *t, Config *cfg, bool with_backward, int64_t B) {
     memset(t, 0, sizeof *t);
     t->cfg = cfg;
-    t->grid = comm_init();
+    GridAxes axes = {1, 1, 1, 1};
+    t->grid = grid_make(0, axes);
+    t->zero_group = comm_group_create(&t->grid.rank, 1);
     t->stream = stream_create();
     trainer_resolve_model(cfg);
     model_init(&t->model, &cfg->model, cfg->dtype, t->stream);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
-    zero_init(&t->zero, &t->model, (int)cfg->zero.stage, t->grid.zero, optimizer_n_states(&cfg->optimizer), with_backward);
+    zero_init(&t->zero, &t->model, (int)cfg->zero.stage, t->zero_group, optimizer_n_states(&cfg->optimizer), with_backward);
     acts_init(&t->acts, &t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward);
     optimizer_init(&t->opt, cfg);
     for (int i = 0; i < 2; i++) {
@@ -243,6 +246,7 @@ static void trainer_free(Trainer *t) {
     zero_free(&t->zero);
     pipeline_free(&t->pipe);
     model_free(&t->model);
+    comm_group_free(&t->zero_group);
     stream_destroy(t->stream);
 }
 

@@ -1,29 +1,56 @@
-// comm.h - collectives between the ranks of a Group. This build has groups of one rank only, for which every collective
-// is the identity; callers are written for any size, and a larger group is refused when the grid is made.
+// comm.h - ranks talking to each other: starting, groups, collectives on streams, and small exchanges between hosts.
+//
+// One implementation a binary, picked by the Makefile: comm_mpi.cpp (CPU backend), comm_nccl.cpp (CUDA backend),
+// comm_self.cpp (either, without MPI or NCCL: one rank). A group of one rank is legal everywhere, and then every
+// collective is a copy or nothing.
+//
+// Collectives on a stream are asynchronous: the call returns at once, and the result may be read, and the arguments may
+// be written again, only by work that is ordered behind it (the same stream, stream_wait_event, stream_sync). They start
+// when they are enqueued. Every rank of a group enqueues the same collectives on it in the same order. Two collectives
+// may be in flight at once only if they are on different groups; comm_group_create may be called twice for the same ranks
+// to have two channels.
+//
+// Sums are taken in fp32 (16-bit types: rounded once at the end; doubles: in double). comm_mpi adds in the order of the
+// ranks, so that its results do not depend on message sizes.
 #pragma once
 #include "device.h"
 #include "grid.h"
 
-// The grid of this process: one rank. The configuration has refused every other world before.
-static ProcessGrid comm_init(void) {
-    GridAxes size = {1, 1, 1, 1};
-    return grid_make(0, size);
-}
+typedef struct {
+    int rank, world;             // of the job
+    int local_rank, local_world; // among the ranks of this host
+} CommWorld;
+
+typedef enum { COMM_SUM, COMM_MAX, COMM_MIN } CommOp;
+
+// Joins the job that the launcher has started: mpirun, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT in the
+// environment (torchrun, Slurm). Call once, before device_init and before any thread is made. Without a launcher: one rank.
+CommWorld comm_start(void);
+void comm_finish(void); // the normal end, on all ranks
+
+// The ranks of `rank[0..n)` (of the world, ascending), of which this one is a member. All ranks of the world make the same
+// calls in the same order; a rank that is no member passes n = 0 and gets an empty group. Call after device_init.
+Group comm_group_create(const int *rank, int n);
+void comm_group_free(Group *g);
 
 // full[r*n .. (r+1)*n) = shard of rank r, n elements each. shard may be this rank's part of full.
-static void comm_all_gather(Group g, void *full, const void *shard, int64_t n, DType t, Stream s) {
-    CHECK(g.size == 1, "group of %d ranks", g.size);
-    if (full != shard) device_copy(full, shard, n * dtype_bytes(t), COPY_ON_DEVICE, s);
-}
+void comm_all_gather(Group g, void *full, const void *shard, int64_t n, DType t, Stream s);
 
-// shard = sum over ranks of their full[rank*n .. (rank+1)*n). shard may be this rank's part of full.
-static void comm_reduce_scatter(Group g, void *shard, const void *full, int64_t n, DType t, Stream s) {
-    CHECK(g.size == 1, "group of %d ranks", g.size);
-    if (full != shard) device_copy(shard, full, n * dtype_bytes(t), COPY_ON_DEVICE, s);
-}
+// shard = sum over ranks of their full[rank*n .. (rank+1)*n). shard may be this rank's part of full; the rest of full is
+// undefined afterwards.
+void comm_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, Stream s);
 
-// Sums n doubles over the ranks, in place, in the backend's memory.
-static void comm_all_reduce_double(Group g, double *x, int64_t n, Stream s) {
-    CHECK(g.size == 1, "group of %d ranks", g.size);
-    (void)x, (void)n, (void)s;
-}
+// x = sum over ranks of their x, in place, n elements; doubles for the second.
+void comm_all_reduce(Group g, void *x, int64_t n, DType t, Stream s);
+void comm_all_reduce_double(Group g, double *x, int64_t n, CommOp op, Stream s);
+
+// x of the group's rank `root` to all.
+void comm_broadcast(Group g, void *x, int64_t bytes, int root, Stream s);
+
+// Between these two, collectives are only collected; they start together at the end.
+void comm_batch_begin(void);
+void comm_batch_end(void);
+
+// Host memory, blocking, over all ranks of the world, small amounts.
+void comm_host_broadcast(void *x, int64_t bytes, int root);
+void comm_host_all_reduce(double *x, int n, CommOp op);

@@ -12,12 +12,13 @@ typedef struct {
 // The ranks that share something. A handle for comm.h; size 1 means that every collective is the identity.
 typedef struct {
     int size, rank; // rank is this process's place in the group
+    int channel;    // which communicator of comm.h's implementation carries it
 } Group;
 
 typedef struct {
     int world, rank;
     GridAxes size, coord;
-    Group zero; // dp x sp: the ranks that hold the same weights and share optimizer states, gradients, parameters
+    int zero_size, zero_rank; // dp x sp: the ranks that hold the same weights and share optimizer states, gradients, parameters
 } ProcessGrid;
 
 static inline GridAxes grid_coords(int rank, GridAxes size) {
@@ -35,7 +36,7 @@ static inline ProcessGrid grid_make(int rank, GridAxes size) {
     g.rank = rank;
     g.size = size;
     g.coord = grid_coords(rank, size);
-    g.zero.size = size.dp * size.sp;
-    g.zero.rank = g.coord.dp * size.sp + g.coord.sp;
+    g.zero_size = size.dp * size.sp;
+    g.zero_rank = g.coord.dp * size.sp + g.coord.sp;
     return g;
 }
