@@ -28,9 +28,11 @@
 #pragma once
 #include "utils.h"
 #include <glob.h>
-#include <omp.h>
 #include <pthread.h>
 #include <signal.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 enum {
     DATA_HEADER_BYTES = 1024,
@@ -373,7 +375,10 @@ static bool data_scan(DataLoader *d, char *why) {
     for (int64_t s = 0; s < d->n_shards; s++) first_chunk[s + 1] = first_chunk[s] + ceil_div(d->shard[s].n_tokens, DATA_CHUNK_TOKENS);
     int64_t n_chunks = first_chunk[d->n_shards], bad_chunk = n_chunks;
     uint64_t sum = 0; // addition, so that the order of the threads does not matter
-    int threads = (int)min_i64(n_chunks, min_i64(DATA_SCAN_THREADS, omp_get_max_threads()));
+    int threads = 1;
+#ifdef _OPENMP
+    threads = (int)min_i64(n_chunks, min_i64(DATA_SCAN_THREADS, omp_get_max_threads()));
+#endif
 #pragma omp parallel reduction(+ : sum) num_threads(threads)
     {
         uint8_t *raw = (uint8_t *)host_alloc(DATA_CHUNK_TOKENS * 4);
