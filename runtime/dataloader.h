@@ -203,6 +203,23 @@ static int data_open_again(const Shard *shard, char *why) {
     return fd;
 }
 
+// Reads exactly `bytes` at `offset` through a descriptor of its own, with DATA_READ_TRIES tries where trying again can help.
+static bool data_read_alone(const Shard *shard, uint8_t *dst, int64_t bytes, int64_t offset, char *why) {
+    for (int tries = 0; tries < DATA_READ_TRIES; tries++) {
+        if (tries) data_pause(tries);
+        int fd = data_open_again(shard, why), error = errno;
+        if (fd >= 0) {
+            bool ok = file_read_at(fd, dst, bytes, offset);
+            error = errno;
+            close(fd);
+            if (ok) return true;
+            data_refuse(why, shard->path, "cannot be read at byte %" PRId64 ": %s (%d tries)", offset, error ? strerror(error) : "it got shorter", tries + 1);
+        }
+        if (!data_error_may_pass(error)) return false;
+    }
+    return false;
+}
+
 // A descriptor of shard number s, from those held open or in place of the one longest unused. -1 with a reason.
 static int data_descriptor(DataLoader *d, int64_t s, char *why) {
     OpenShard *oldest = &d->open[0];
@@ -345,6 +362,7 @@ static bool data_open_shard(DataLoader *d, Shard *shard, char *why) {
     uint8_t header[DATA_HEADER_BYTES];
     int fd = file_open_read(shard->path, true, &shard->size_bytes, reason, sizeof reason);
     if (fd < 0) return data_refuse(why, shard->path, "%s%s", reason, strstr(reason, "folder") ? "; name the files in it, such as FOLDER/*.bin" : "");
+    close(fd);
     int64_t header_bytes = 0;
     bool ok = true;
     if (shard->size_bytes == 0) ok = data_refuse(why, shard->path, "is empty");
@@ -355,11 +373,8 @@ static bool data_open_shard(DataLoader *d, Shard *shard, char *why) {
     else if (shard->size_bytes < DATA_HEADER_BYTES) ok = data_refuse(why, shard->path, "has %" PRId64 " bytes, fewer than the %d of a shard's header", shard->size_bytes, DATA_HEADER_BYTES);
     else {
         header_bytes = DATA_HEADER_BYTES;
-        ok = file_read_at(fd, header, header_bytes, 0);
-        if (!ok) data_refuse(why, shard->path, "cannot be read: %s", errno ? strerror(errno) : "it got shorter");
-        else ok = data_header_read(shard, header, shard->size_bytes, d->vocab_size, why);
+        ok = data_read_alone(shard, header, header_bytes, 0, why) && data_header_read(shard, header, shard->size_bytes, d->vocab_size, why);
     }
-    close(fd);
     if (!ok) return false;
     const char *slash = strrchr(shard->path, '/'), *name = slash ? slash + 1 : shard->path;
     d->fingerprint = rng_mix(d->fingerprint ^ text_hash(name));
@@ -395,17 +410,7 @@ static bool data_scan(DataLoader *d, char *why) {
             const Shard *shard = &d->shard[low];
             int64_t from = (c - first_chunk[low]) * DATA_CHUNK_TOKENS, n = min_i64(DATA_CHUNK_TOKENS, shard->n_tokens - from);
             int64_t offset = shard->body_bytes + from * shard->token_bytes;
-            bool ok = false;
-            for (int tries = 0; tries < DATA_READ_TRIES && !ok; tries++) {
-                if (tries) data_pause(tries);
-                int fd = data_open_again(shard, reason);
-                if (fd < 0) break;
-                ok = file_read_at(fd, raw, n * shard->token_bytes, offset);
-                int error = ok ? 0 : errno;
-                if (!ok) data_refuse(reason, shard->path, "cannot be read at byte %" PRId64 ": %s", offset, error ? strerror(error) : "it got shorter");
-                close(fd);
-                if (!data_error_may_pass(error)) break;
-            }
+            bool ok = data_read_alone(shard, raw, n * shard->token_bytes, offset, reason);
             if (ok) {
                 sum += data_hash((uint64_t)c, raw, n * shard->token_bytes);
                 int64_t good = data_widen(token, raw, n, shard->token_bytes, d->vocab_size);

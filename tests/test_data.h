@@ -74,11 +74,13 @@ static int open_descriptors(void) {
 typedef struct { // what a child opens, and then reads
     const char *pattern;
     int64_t vocab, T, G, fetch_first, fetch_n;
+    bool as_nobody;  // root may read everything, so it becomes another user first
 } OpenCase;
 
 static void open_case(void *arg) {
     const OpenCase *c = (const OpenCase *)arg;
     DataLoader d;
+    if (c->as_nobody && geteuid() == 0 && setuid(65534) != 0) die(EXIT_INTERNAL, "setuid: %s", strerror(errno));
     dataloader_open(&d, c->pattern, c->vocab, c->T, c->G, false, false, 1, "train_gpt.data.train");
     if (c->fetch_n > 0) {
         int32_t *tokens = (int32_t *)host_alloc((size_t)(c->fetch_n * c->T) * 4), *targets = (int32_t *)host_alloc((size_t)(c->fetch_n * c->T) * 4);
@@ -330,7 +332,7 @@ static void test_data_fingerprint(Test *t) {
 // Bad files
 
 static void expect_open_dies(Test *t, const char *pattern, int64_t vocab, int64_t T, int64_t G, const char *const *parts, int n_parts) {
-    OpenCase c = {pattern, vocab, T, G, 0, 0};
+    OpenCase c = {pattern, vocab, T, G, 0, 0, false};
     expect_dies_parts(t, EXIT_DATA, parts, n_parts, open_case, &c);
 }
 
@@ -471,12 +473,11 @@ static void test_data_bad_files(Test *t) {
         const char *parts[] = {"train_gpt.data.train", folder_file(&f, path, kinds[i].name), kinds[i].part};
         expect_open_dies(t, path, 256, 8, 2, parts, 3);
     }
-    if (geteuid() != 0) { // root may read everything
-        shard_put(folder_file(&f, path, "locked.bin"), 0, 100, 2, 256);
-        CHECK(chmod(path, 0) == 0, "chmod: %s", strerror(errno));
-        const char *parts[] = {path, "Permission denied"};
-        expect_open_dies(t, path, 256, 8, 2, parts, 2);
-    }
+    shard_put(folder_file(&f, path, "locked.bin"), 0, 100, 2, 256);
+    CHECK(chmod(path, 0) == 0 && chmod(f.path, 0755) == 0, "chmod: %s", strerror(errno));
+    const char *locked[] = {path, "Permission denied"};
+    OpenCase c = {path, 256, 8, 2, 0, 0, true};
+    expect_dies_parts(t, EXIT_DATA, locked, 2, open_case, &c);
     // one bad file among good ones; a text among shards; names with control bytes are escaped; a link to a good file is one
     shard_put(folder_file(&f, target, "good_1.bin"), 0, 100, 2, 256);
     file_put(folder_file(&f, path, "good_2.bin"), "", 0);
@@ -562,7 +563,7 @@ static void test_data_huge_text(Test *t) {
         free(tokens);
         free(targets);
         dataloader_close(&d);
-        OpenCase c = {path, 200, T, 8, mark[0] / T, 1};
+        OpenCase c = {path, 200, T, 8, mark[0] / T, 1, false};
         expect_dies(t, EXIT_DATA, "token 4294979641 (at byte 4294979641) is 238, outside the vocabulary of 200", open_case, &c);
     } else test_skip(t, "no room for a sparse file of 5 GiB: %s", strerror(errno));
     if (fd >= 0) close(fd);
