@@ -399,7 +399,9 @@ static const char *config_show_field(const Config *config, const ConfigKey *k, c
         dst[used++] = '"';
         for (const char *s = p; *s && used + 8 < room; s++) {
             if (*s == '"' || *s == '\\') dst[used++] = '\\';
-            if ((unsigned char)*s < 0x20 || *s == 0x7f) used += (size_t)snprintf(dst + used, room - used, "\\u%04x", (unsigned)*s);
+            bool c1 = *s == '\xc2' && (unsigned char)s[1] >= 0x80 && (unsigned char)s[1] < 0xa0; // control characters beyond ASCII
+            if (c1) s++;
+            if (c1 || (unsigned char)*s < 0x20 || *s == 0x7f) used += (size_t)snprintf(dst + used, room - used, "\\u%04x", (unsigned)(unsigned char)*s);
             else dst[used++] = *s;
         }
         dst[used++] = '"';
@@ -658,7 +660,7 @@ static void config_suggest(const char *prefix, const char *word, char *dst, size
     size_t n = 0;
     dst[0] = 0;
     for (int i = 0; i < count; i++) {
-        if (i > 0 && score[i] > score[0] + 2) break; // far behind the first
+        if (i > 0 && score[i] == 50 && score[0] < 50) break; // much less alike than the first
         n += (size_t)snprintf(dst + n, room - n, "%s\"%s\"", i ? ", " : "did you mean ", best[i]->path);
     }
     if (count) snprintf(dst + n, room - n, "%s", "?");
@@ -787,6 +789,9 @@ static void config_store(ConfigReader *r, const ConfigKey *k, const ConfigKey *a
     char value[CONFIG_VALUE_MAX] = {}, why[320];
     const char *remark = NULL;
     ConfigKeyState *state = &r->config->key[config_index(k)];
+    int64_t number;
+    const JsonNode *n = &r->json->node[node];
+    if (alias && (alias->flags & ZERO_ABSENT) && n->type == JSON_NUMBER && json_to_i64(json_text(r->json, node), n->length, &number) == JSON_WHOLE && number == 0) return;
     if (!config_convert(r, k, node, value, why, sizeof why, &remark)) {
         state->refused = true;
         config_say_node(r, CONFIG_PROBLEM, node, "%s", why);
@@ -801,7 +806,6 @@ static void config_store(ConfigReader *r, const ConfigKey *k, const ConfigKey *a
     }
     if (k->treatment == TREAT_NOTE) config_say_node(r, CONFIG_NOTICE, node, "has no effect: %s", k->text);
     if (!k->size) return;
-    if (alias && (alias->flags & ZERO_ABSENT) && *(int64_t *)value == 0) return;
     char *field = (char *)r->config + k->offset;
     ConfigOrigin origin = r->command_line ? ORIGIN_COMMAND_LINE : ORIGIN_FILE;
     if (state->origin == origin && !r->command_line) { // the same key under another spelling
@@ -811,7 +815,7 @@ static void config_store(ConfigReader *r, const ConfigKey *k, const ConfigKey *a
     }
     if (state->origin == origin) config_say_node(r, CONFIG_INFO, node, "given more than once; the last one counts");
     memcpy(field, value, k->size);
-    *state = {(uint8_t)origin, false, (int16_t)(alias ? config_index(alias) + 1 : 0), r->command_line ? 0 : r->json->node[node].line};
+    *state = {(uint8_t)origin, false, (int16_t)(alias ? config_index(alias) + 1 : 0), r->command_line ? 0 : n->line};
     if (alias && (alias->flags & SAY)) config_say_node(r, CONFIG_NOTICE, node, "taken as %s (%s)", k->path, alias->text);
     if (k->flags & SAY) config_say_node(r, CONFIG_NOTICE, node, "%s", k->text);
 }

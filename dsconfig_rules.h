@@ -282,11 +282,13 @@ static void config_resolve_scheduler(ConfigReader *r) {
         run->steps = decays && s->total_num_steps ? s->total_num_steps : 1000;
         config_derive(r, RUN_KEY("steps"), ORIGIN_DERIVED);
     }
-    if (decays && config_missing(c, SCHEDULER_KEY("total_num_steps")))
+    bool missing = decays && config_missing(c, SCHEDULER_KEY("total_num_steps"));
+    if (missing)
         config_say_key(r, CONFIG_PROBLEM, SCHEDULER_KEY("total_num_steps"), "is missing, and %s needs it; give a number, or \"auto\" for train_gpt.run.steps", config_scheduler_name(s->type));
     if (s->total_num_steps == 0) s->total_num_steps = max_i64(1, run->steps);
+    if (decays && !missing && s->total_num_steps <= s->warmup_num_steps)
+        config_say_key(r, CONFIG_NOTICE, SCHEDULER_KEY("total_num_steps"), "is not more than warmup_num_steps = %" PRId64 ": after the ramp the rate stays at its lower end", s->warmup_num_steps);
     if (decays && steps_given && s->total_num_steps != run->steps) config_say_key(r, CONFIG_NOTICE, SCHEDULER_KEY("total_num_steps"), "differs from train_gpt.run.steps = %" PRId64 ": the rate follows the former", run->steps);
-    if (decays && s->total_num_steps <= s->warmup_num_steps) config_say_key(r, CONFIG_NOTICE, SCHEDULER_KEY("total_num_steps"), "is not more than warmup_num_steps = %" PRId64 ": after the ramp the rate stays at its lower end", s->warmup_num_steps);
     if (!config_given(c, SCHEDULER_KEY("warmup_max_lr"))) { s->warmup_max_lr = c->optimizer.lr; config_derive(r, SCHEDULER_KEY("warmup_max_lr"), ORIGIN_DERIVED); }
     if (s->type == SCHEDULE_ONE_CYCLE) {
         static const char *const required[] = {SCHEDULER_KEY("cycle_min_lr"), SCHEDULER_KEY("cycle_max_lr")};
