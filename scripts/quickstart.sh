@@ -26,7 +26,7 @@ say "4/4 what it learned"
 python3 scripts/plot_log.py $out/log.jsonl --corpus $corpus/corpus.json --table --title "quickstart: loss and the corpus's entropy" -l quickstart
 echo
 echo "a sample:"
-./train_gpt -c scripts/examples/quickstart.json --generate "One day"
+./train_gpt -c scripts/examples/quickstart.json --generate "One "
 
 cat <<TEXT
 
