@@ -26,13 +26,17 @@ typedef struct {
 typedef struct {
     int n;
     LogOp op[LOG_MAX];
-    int64_t fail_sync;     // this many fsyncs of the topmost folder from now, one fails with EIO; 0 = none
+    bool fail_trash_sync;  // the fsync after the next rename to .trash-* fails with EIO
     char root[512];        // the topmost folder
 } CrashLog;
 
 static int crash_record(void *ctx, IoCall *call) {
     CrashLog *l = (CrashLog *)ctx;
-    if (call->op == IO_SYNC && !call->name[0] && l->fail_sync > 0 && --l->fail_sync == 0) return EIO;
+    const LogOp *before = l->n ? &l->op[l->n - 1] : NULL;
+    if (l->fail_trash_sync && call->op == IO_SYNC && before && before->op == IO_RENAME && strncmp(before->to, ".trash-", 7) == 0) {
+        l->fail_trash_sync = false;
+        return EIO;
+    }
     if (call->op == IO_SPACE || call->op == IO_OPEN || call->op == IO_CLOSE || strncmp(call->name, "..", 3) == 0) return 0;
     if (call->op == IO_RENAME && call->rename == IO_RENAME_NEW) { // will be refused, so it changes nothing
         char path[1024];

@@ -7,7 +7,9 @@
 #include "crash_model.h"
 #include "dies.h"
 #include <ftw.h>
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 // ---------------------------------------------------------------------------------------------------------------
 // A fake run
@@ -1193,6 +1195,7 @@ static void test_checkpoint_folder_deleted(Test *t) {
 typedef struct {
     int64_t calls, at;  // calls so far; the one that is struck, from 1; 0 = none
     int error;          // errno of the struck call; 0 = the process ends there
+    int64_t top_sync;   // number of the first fsync of the topmost folder; 0 = none yet
     bool storm;         // every call first meets EINTR, every write is short
     bool again;         // of the storm: this call's EINTR was given
     bool no_flags;      // a file system that knows no renameat2 flags
@@ -1208,7 +1211,9 @@ static int ckpt_faults_before(void *ctx, IoCall *call) {
         else if (call->op == IO_WRITE && call->bytes > 7) call->bytes = 7;
     }
     if (f->no_flags && call->op == IO_RENAME && call->rename != IO_RENAME_OVER) return EINVAL;
-    if (++f->calls != f->at) return 0;
+    f->calls++;
+    if (call->op == IO_SYNC && !call->name[0] && f->top_sync == 0) f->top_sync = f->calls;
+    if (f->calls != f->at) return 0;
     if (f->error == 0) _exit(7);
     return f->error;
 }
@@ -1219,10 +1224,10 @@ static void test_checkpoint_fail_every_call(Test *t) {
     static const int errors[] = {ENOSPC, EIO, EDQUOT};
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1), *g = fake_make(fake_model(1, 8, 5), 1, 1);
     CkptCaptured c;
-    int64_t struck = 0, not_durable = 0;
+    int64_t struck = 0, not_durable = 0, durable_at = 0; // the call that makes a save durable
     for (int same_step = 0; same_step < 2; same_step++)
         for (size_t e = 0; e < sizeof errors / sizeof *errors; e++)
-            for (int64_t k = 1;; k++) {
+            for (int64_t k = 0;; k++) { // 0: nothing is struck, to see where the save becomes durable
                 CkptPath folder;
                 ckpt_folder_fast(folder);
                 CkptFaults faults = {0};
@@ -1235,7 +1240,7 @@ static void test_checkpoint_fail_every_call(Test *t) {
                 int64_t third = same_step ? 2 : 3;
                 fake_fill(f, 3);
                 f->state.step = third;
-                faults.calls = 0;
+                faults.calls = faults.top_sync = 0;
                 faults.at = k;
                 faults.error = errors[e];
                 ckpt_capture_begin(&c);
@@ -1243,11 +1248,14 @@ static void test_checkpoint_fail_every_call(Test *t) {
                 ckpt_capture_end(&c);
                 bool over = faults.calls < k; // the save makes fewer calls than that: all were struck
                 faults.at = 0;
-                struck += !over;
+                if (k == 0) { over = false; durable_at = faults.top_sync; }
+                else struck += !over;
                 not_durable += !r.durable;
+                expect_true(t, r.durable == (k == 0 || k > durable_at), "call %" PRId64 " of %" PRId64 ": durable %d", k, durable_at, r.durable);
+                // a failure leaves nothing behind, unless it is the removal that failed, or unknown what is on the disk
+                if (!r.durable && k != durable_at) expect_equal_i64(t, "left behind", ckpt_count(folder, ckpt_hidden_visit), 0);
                 expect_true(t, r.durable ? r.why[0] == 0 : strstr(r.why, strerror(errors[e])) != NULL && strstr(r.why, folder),
                             "call %" PRId64 ": durable %d, why \"%s\"", k, r.durable, r.why);
-                // a refused allocation or write leaves nothing; only a struck removal or last fsync may
                 const char *name = ckpt_load_quietly(folder, "auto", g, &c);
                 bool new_one = strcmp(name, "step-00000003") == 0 || (same_step && g->state.tokens == 3000);
                 expect_true(t, name[0] && c.text[0] == 0, "call %" PRId64 ": loaded \"%s\", noted \"%s\"", k, name, c.text);
@@ -1368,6 +1376,36 @@ static void test_checkpoint_odd_file_systems(Test *t) {
     expect_equal_i64(t, "leftovers", ckpt_count(folder, ckpt_hidden_visit), 0);
     ckpt_remove(folder);
     fake_free(f);
+}
+
+static int ckpt_no_allocate(void *ctx, IoCall *call) { (void)ctx; return call->op == IO_ALLOCATE ? EOPNOTSUPP : 0; }
+
+static void ckpt_limited_save(void *arg) {
+    struct rlimit limit = {6000, 6000}; // in the middle of the shard: the write is short, and the next one refused
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
+    Io io = {ckpt_no_allocate, NULL};
+    CheckpointStore *s = checkpoint_open_io((const char *)arg, false, &io);
+    signal(SIGXFSZ, SIG_IGN);
+    CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit");
+    fake_fill(f, 2);
+    SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 1);
+    if (r.durable) die(EXIT_OK, "taken for durable");
+    die(EXIT_IO, "%s", r.why);
+}
+
+// A limit on the size of files: a short write, then EFBIG.
+static void test_checkpoint_file_size_limit(Test *t) {
+    CkptPath folder;
+    ckpt_folder(folder);
+    FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
+    const int64_t steps[] = {1};
+    ckpt_save_steps(folder, f, steps, 1);
+    const char *const parts[] = {"shard-0.bin: write of ", "offset 6000: File too large"};
+    expect_dies_parts(t, EXIT_IO, parts, 2, ckpt_limited_save, folder);
+    expect_true(t, ckpt_verdict(folder, "step-00000001") == NULL && !ckpt_exists(folder, "step-00000002"), "the old one was harmed, or the new one published");
+    expect_equal_i64(t, "left behind", ckpt_count(folder, ckpt_hidden_visit), 0);
+    fake_free(f);
+    ckpt_remove(folder);
 }
 
 static int ckpt_no_space(void *ctx, IoCall *call) {
@@ -1541,7 +1579,7 @@ static int crash_mutate(const CrashLog *l, Mutant mutant, LogOp *out) {
 
 // Saves of steps 1, 2, 2 again with other values, 3 and 4, one kept; the folder's fsync after the first trash-rename fails,
 // so that a trash is left behind for the sweep of a second start. Values and tokens tell the saves apart.
-static void crash_scenario(CrashLog *log, const char *folder) {
+static void crash_scenario(Test *t, CrashLog *log, const char *folder) {
     static const int64_t steps[] = {1, 2, 2, 3, 4};
     FakeRun *f = fake_make(fake_model(1, 4, 3), 1, 1);
     Io io = {crash_record, log};
@@ -1557,18 +1595,18 @@ static void crash_scenario(CrashLog *log, const char *folder) {
         }
         fake_fill(f, i + 1);
         f->state.step = steps[i];
-        if (i == 1) log->fail_sync = 3; // publication, latest, and then the one after the trash-rename
-        int made = log->n;
+        log->fail_trash_sync = i == 1;
+        int made = log->n, published = -1;
         SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 1);
-        CHECK(r.durable && log->fail_sync == 0, "save %d: %s", i, r.why);
-        for (int k = made; k < log->n; k++) // acknowledged when the call returns; here, as soon as it is durable
-            if (crash_publishes(&log->op[k]) && log->op[k + 1].op == IO_SYNC) {
-                crash_mark(log, LOG_ACK, i + 1);
-                LogOp ack = log->op[log->n - 1];
-                memmove(&log->op[k + 3], &log->op[k + 2], sizeof(LogOp) * (size_t)(log->n - 1 - (k + 2)));
-                log->op[k + 2] = ack;
-                break;
-            }
+        expect_true(t, r.durable, "save %d: %s", i, r.why);
+        for (int k = made; k < log->n; k++) if (crash_publishes(&log->op[k])) published = k;
+        // acknowledged when the call returns; here, as soon as it is durable, which is stricter
+        if (published < 0) continue;
+        int at = published + 1 + (published + 1 < log->n && log->op[published + 1].op == IO_SYNC);
+        crash_mark(log, LOG_ACK, i + 1);
+        LogOp ack = log->op[log->n - 1];
+        memmove(&log->op[at + 1], &log->op[at], sizeof(LogOp) * (size_t)(log->n - 1 - at));
+        log->op[at] = ack;
     }
     checkpoint_close(s);
     ckpt_capture_end(&c);
@@ -1580,7 +1618,7 @@ static void test_checkpoint_crash_model(Test *t) {
     ckpt_folder_fast(folder);
     CrashLog *log = (CrashLog *)host_alloc(sizeof *log);
     snprintf(log->root, sizeof log->root, "%s", folder);
-    crash_scenario(log, folder);
+    crash_scenario(t, log, folder);
     LogOp *op = (LogOp *)host_alloc(sizeof(LogOp) * LOG_MAX);
     Effect *effect = (Effect *)host_alloc(sizeof(Effect) * LOG_MAX);
     bool is_folder[NODES_MAX];
@@ -1637,6 +1675,7 @@ static const TestRow checkpoint_tests[] = {
     {"fail_every_call", test_checkpoint_fail_every_call},
     {"stop_at_every_call", test_checkpoint_stop_at_every_call},
     {"odd_file_systems", test_checkpoint_odd_file_systems},
+    {"file_size_limit", test_checkpoint_file_size_limit},
     {"space", test_checkpoint_space},
     {"crash_model", test_checkpoint_crash_model},
     {NULL, NULL},
