@@ -35,13 +35,16 @@ static bool proc_field(const char *path, const char *key, char *value, size_t ro
     return found;
 }
 
-// A number alone in a file; -1 if there is none ("max" is none).
-static int64_t file_number(const char *path) {
+// The first one or two numbers in a file; -1 for what is not there ("max" is no number).
+static void file_numbers(const char *folder, const char *name, int64_t *first, int64_t *second) {
+    char path[1280];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
     FILE *f = fopen(path, "r");
-    int64_t n = -1;
-    if (f && fscanf(f, "%" SCNd64, &n) != 1) n = -1;
+    int64_t n[2] = {-1, -1};
+    if (f && fscanf(f, "%" SCNd64 " %" SCNd64, &n[0], &n[1]) < 1) n[0] = -1;
     if (f) fclose(f);
-    return n < 0 ? -1 : n;
+    *first = n[0];
+    if (second) *second = n[1];
 }
 
 static int64_t meminfo_bytes(const char *key) {
@@ -49,36 +52,48 @@ static int64_t meminfo_bytes(const char *key) {
     return proc_field("/proc/meminfo", key, value, sizeof value) ? (int64_t)strtoll(value, NULL, 10) * 1024 : 0;
 }
 
-// Lowers *limit and *available to what the control groups of this process leave: its own and all above it, in version 2
-// (one hierarchy, memory.max) and version 1 (memory.limit_in_bytes, which is near 2^63 when there is no limit).
-static void cgroup_memory(int64_t *limit, int64_t *available) {
+// Calls look(folder, v2, result) for the control group of this process that rules `controller`, and for all above it, in
+// version 2 (one hierarchy) and version 1 (one for each controller). In a container the topmost is the container's.
+static void cgroup_each(const char *controller, void (*look)(const char *folder, bool v2, int64_t *result), int64_t *result) {
     FILE *f = fopen("/proc/self/cgroup", "r");
     char line[1024];
-    while (f && fgets(line, sizeof line, f)) {
+    while (f && fgets(line, sizeof line, f)) { // number:controllers:path
         line[strcspn(line, "\n")] = 0;
-        char *controllers = strchr(line, ':'), *path = controllers ? strchr(controllers + 1, ':') : NULL;
+        char *names = strchr(line, ':'), *path = names ? strchr(names + 1, ':') : NULL;
         if (!path) continue;
-        *controllers++ = 0;
+        *names++ = 0;
         *path++ = 0;
-        const bool v2 = controllers[0] == 0;
-        if (!v2 && strcmp(controllers, "memory") != 0) continue;
-        for (;;) { // from our own group up to the root; in a container the root is the container's
-            char name[1200];
-            const char *root = v2 ? "/sys/fs/cgroup" : "/sys/fs/cgroup/memory";
-            snprintf(name, sizeof name, "%s%s/%s", root, path, v2 ? "memory.max" : "memory.limit_in_bytes");
-            const int64_t max = file_number(name);
-            snprintf(name, sizeof name, "%s%s/%s", root, path, v2 ? "memory.current" : "memory.usage_in_bytes");
-            const int64_t used = file_number(name);
-            if (max >= 0) {
-                *limit = min_i64(*limit, max);
-                if (used >= 0) *available = min_i64(*available, max_i64(0, max - used));
-            }
+        const bool v2 = names[0] == 0;
+        bool ours = v2;
+        for (char *rest = NULL, *name = strtok_r(names, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) ours |= strcmp(name, controller) == 0;
+        while (ours) {
+            char folder[1200];
+            snprintf(folder, sizeof folder, "/sys/fs/cgroup%s%s%s", v2 ? "" : "/", v2 ? "" : controller, path);
+            look(folder, v2, result);
             char *slash = strrchr(path, '/');
             if (!slash) break;
             *slash = 0;
         }
     }
     if (f) fclose(f);
+}
+
+// result[0] and [1]: bytes allowed and bytes left. Version 1 says something near 2^63 for no limit.
+static void look_at_memory(const char *folder, bool v2, int64_t *result) {
+    int64_t max, used;
+    file_numbers(folder, v2 ? "memory.max" : "memory.limit_in_bytes", &max, NULL);
+    file_numbers(folder, v2 ? "memory.current" : "memory.usage_in_bytes", &used, NULL);
+    if (max < 0) return;
+    result[0] = min_i64(result[0], max);
+    if (used >= 0) result[1] = min_i64(result[1], max_i64(0, max - used));
+}
+
+// *result: processors whose time we may use.
+static void look_at_cpu(const char *folder, bool v2, int64_t *result) {
+    int64_t quota, period;
+    file_numbers(folder, v2 ? "cpu.max" : "cpu.cfs_quota_us", &quota, &period);
+    if (!v2) file_numbers(folder, "cpu.cfs_period_us", &period, NULL);
+    if (quota > 0 && period > 0) *result = min_i64(*result, ceil_div(quota, period));
 }
 
 static void memory_now(int64_t *limit, int64_t *available) {
@@ -93,7 +108,10 @@ static void memory_now(int64_t *limit, int64_t *available) {
         *limit = (int64_t)space.rlim_cur;
         *available = min_i64(*available, *limit);
     }
-    cgroup_memory(limit, available);
+    int64_t bytes[2] = {*limit, *available};
+    cgroup_each("memory", look_at_memory, bytes);
+    *limit = bytes[0];
+    *available = bytes[1];
 }
 
 void device_init(int index) {
@@ -104,7 +122,10 @@ void device_init(int index) {
     if (!proc_field("/proc/cpuinfo", "model name", model, sizeof model)) snprintf(model, sizeof model, "CPU");
     text_escape(device_cpu.name, sizeof device_cpu.name, model, strlen(model));
     memory_now(&device_cpu.memory_bytes, &available);
-    device_cpu.threads = omp_get_max_threads();
+    int64_t processors = omp_get_max_threads();
+    if (!getenv("OMP_NUM_THREADS")) cgroup_each("cpu", look_at_cpu, &processors); // threads beyond the quota would only wait for each other
+    omp_set_num_threads((int)processors);
+    device_cpu.threads = (int)processors;
 #ifdef __GLIBC__
     // Kernels allocate scratch in every call. By default the C library gives blocks of this size back to the system when they
     // are freed; faulting their pages in again would cost a small matrix product a quarter of its speed.
@@ -114,6 +135,14 @@ void device_init(int index) {
 }
 
 DeviceInfo device_info(void) { return device_cpu; }
+
+// libgomp's threads spin for about 3 ms whenever they wait for each other, which takes the core from the very thread that they
+// wait for where cores are shared: updates of a small model took ten times as long on a busy machine. So they sleep
+// after some 15 us instead, unless the user has chosen. libgomp reads the variable once, before main: this runs earlier still if
+// libgomp is linked statically, as the Makefile does where it can; else it has no effect.
+__attribute__((constructor(101))) static void wait_patiently(void) {
+    if (!getenv("OMP_WAIT_POLICY") && !getenv("GOMP_SPINCOUNT")) setenv("GOMP_SPINCOUNT", "1000", 1);
+}
 
 // ---------------------------------------------------------------------------------------------------------------
 // Memory
