@@ -1640,7 +1640,7 @@ static void test_checkpoint_crash_model(Test *t) {
     LogOp *op = (LogOp *)host_alloc(sizeof(LogOp) * LOG_MAX);
     Effect *effect = (Effect *)host_alloc(sizeof(Effect) * LOG_MAX);
     bool is_folder[NODES_MAX];
-    for (int mutant = 0; mutant < MUTANTS; mutant++) {
+    for (int mutant = 0; mutant < MUTANTS && t->failures == 0; mutant++) { // mutants of a writer that is wrong itself say nothing
         CrashCheck *c = (CrashCheck *)host_alloc(sizeof *c);
         ckpt_folder_fast(c->root);
         int n = crash_mutate(log, (Mutant)mutant, op);
