@@ -193,7 +193,12 @@ static int data_open_again(const Shard *shard, char *why) {
     int64_t size = 0;
     char reason[128];
     int fd = file_open_read(shard->path, true, &size, reason, sizeof reason);
-    if (fd < 0) { data_refuse(why, shard->path, "cannot be opened any more: %s", reason); return -1; }
+    if (fd < 0) {
+        int error = errno; // the caller decides by it
+        data_refuse(why, shard->path, "cannot be opened any more: %s", reason);
+        errno = error;
+        return -1;
+    }
     if (size != shard->size_bytes) {
         data_refuse(why, shard->path, "has %" PRId64 " bytes now, but had %" PRId64 " when the run began; do not change data files during a run", size, shard->size_bytes);
         close(fd);
@@ -260,8 +265,9 @@ static bool data_read_at(DataLoader *d, int64_t s, uint8_t *dst, int64_t bytes, 
         }
         if (done == bytes) return true;
         if (n == 0) return data_refuse(why, d->shard[s].path, "ends at byte %" PRId64 ", but had %" PRId64 " bytes when the run began; it was cut during the run", offset + done, d->shard[s].size_bytes);
-        data_refuse(why, d->shard[s].path, "cannot be read at byte %" PRId64 ": %s (%d tries)", offset + done, strerror(errno), tries + 1);
-        if (!data_error_may_pass(errno)) return false;
+        int error = errno;
+        data_refuse(why, d->shard[s].path, "cannot be read at byte %" PRId64 ": %s (%d tries)", offset + done, strerror(error), tries + 1);
+        if (!data_error_may_pass(error)) return false;
         data_forget_descriptor(d, s); // a stale handle of a network file system stays stale
     }
     return false;

@@ -189,6 +189,23 @@ static void test_data_split_and_prefetch(Test *t) {
     folder_remove(&f);
 }
 
+// Samples of many pages, across files: what is read in pieces is put together in order.
+static void test_data_long_samples(Test *t) {
+    TestFolder f = folder_make();
+    char path[1024];
+    const int64_t cut[] = {0, 70001, 70002, 150000, 200001};
+    for (int s = 0; s < 4; s++) {
+        char name[32];
+        snprintf(name, sizeof name, "%d.bin", s);
+        shard_put(folder_file(&f, path, name), cut[s], cut[s + 1] - cut[s], 2, 50257);
+    }
+    DataLoader d;
+    dataloader_open(&d, folder_file(&f, path, "*.bin"), 50257, 40000, 1, false, false, 1, "train");
+    for (int64_t sample = 0; sample < 5; sample++) expect_stream_batch(t, &d, sample, 1, 50257);
+    dataloader_close(&d);
+    folder_remove(&f);
+}
+
 // The permutation: onto for every size, different by key, and no visible order.
 static void test_data_permutation(Test *t) {
     enum { LARGEST = 300 };
@@ -835,6 +852,7 @@ static const TestRow data_tests[] = {
     {"tiling", test_data_tiling},
     {"wrap", test_data_wrap},
     {"split_and_prefetch", test_data_split_and_prefetch},
+    {"long_samples", test_data_long_samples},
     {"permutation", test_data_permutation},
     {"shuffle", test_data_shuffle},
     {"many_shards", test_data_many_shards},
