@@ -233,7 +233,7 @@ typedef struct {
 static_assert(sizeof config_keys / sizeof *config_keys <= CONFIG_KEY_ROOM, "raise CONFIG_KEY_ROOM");
 
 static int config_find_key(const char *path) { // row of this path, or -1
-    for (int i = 0; i < CONFIG_KEY_COUNT; i++) if (strcmp(config_keys[i].path, path) == 0) return i;
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) if (config_keys[i].path[0] == path[0] && strcmp(config_keys[i].path, path) == 0) return i;
     return -1;
 }
 
@@ -564,11 +564,15 @@ static void config_set_initial(Config *config, const ConfigKey *k) {
 
 static int config_index(const ConfigKey *k) { return (int)(k - config_keys); }
 
-// Whether the user gave this key ("auto" and null do not count).
+// Whether the user gave the key of this row ("auto" and null do not count).
+static bool config_row_given(const Config *config, int row) {
+    return config->key[row].origin == ORIGIN_FILE || config->key[row].origin == ORIGIN_COMMAND_LINE;
+}
+
 static bool config_given(const Config *config, const char *path) {
-    int i = config_find_key(path);
-    CHECK(i >= 0, "no row for %s", path);
-    return config->key[i].origin == ORIGIN_FILE || config->key[i].origin == ORIGIN_COMMAND_LINE;
+    int row = config_find_key(path);
+    CHECK(row >= 0, "no row for %s", path);
+    return config_row_given(config, row);
 }
 
 // Says something about a key that has a field, where the user gave it and with the value in force.

@@ -219,7 +219,7 @@ static void config_resolve_precision(ConfigReader *r) {
 static void config_check_with(ConfigReader *r, const char *prefix, const char *name) {
     for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
         const ConfigKey *k = &config_keys[i];
-        if (!k->with[0] || strncmp(k->path, prefix, strlen(prefix)) != 0 || !config_given(r->config, k->path) || config_has_word(k->with, name)) continue;
+        if (!k->with[0] || strncmp(k->path, prefix, strlen(prefix)) != 0 || !config_row_given(r->config, i) || config_has_word(k->with, name)) continue;
         if (k->flags & WITH_ONLY) config_say_key(r, CONFIG_PROBLEM, k->path, "belongs to %s, but the optimizer is %s; remove it", k->with, name);
         else config_say_key(r, CONFIG_NOTICE, k->path, "has no effect: %s does not use it", name);
         config_set_initial(r->config, k);
@@ -272,7 +272,7 @@ static void config_resolve_scheduler(ConfigReader *r) {
         if (strcmp(s->name, name) != 0) config_say_key(r, CONFIG_NOTICE, "scheduler.type", "taken as %s", name);
     }
     bool any = false;
-    for (int i = 0; i < CONFIG_KEY_COUNT; i++) any |= strncmp(config_keys[i].path, "scheduler.params.", 17) == 0 && config_keys[i].size && config_given(c, config_keys[i].path);
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) any |= strncmp(config_keys[i].path, "scheduler.params.", 17) == 0 && config_keys[i].size && config_row_given(c, i);
     if (s->type == SCHEDULE_CONSTANT && (s->name[0] || any) && !config_refused(c, "scheduler.type")) {
         config_say_key(r, CONFIG_PROBLEM, "scheduler.type", "%s; give one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest", s->name[0] ? "is no scheduler of this program" : "is missing");
         return;
@@ -364,7 +364,7 @@ static void config_resolve_zero(ConfigReader *r) {
     if ((z->stage == 1 || z->stage == 2) && z->allgather_bucket_size % 2 != 0) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("allgather_bucket_size"), "is odd; give %" PRId64, z->allgather_bucket_size - 1);
     if (!offloads && config_given(c, ZERO_KEY("sub_group_size"))) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("sub_group_size"), "has no effect without offload");
     for (int i = 0; i < CONFIG_KEY_COUNT && z->stage < 3; i++)
-        if (strncmp(config_keys[i].path, ZERO_KEY("stage3_"), 25) == 0 && config_keys[i].size && config_given(c, config_keys[i].path)) config_say_key(r, CONFIG_NOTICE, config_keys[i].path, "has no effect below zero_optimization.stage 3");
+        if (strncmp(config_keys[i].path, ZERO_KEY("stage3_"), 25) == 0 && config_keys[i].size && config_row_given(c, i)) config_say_key(r, CONFIG_NOTICE, config_keys[i].path, "has no effect below zero_optimization.stage 3");
     if (offloads && !config_given(c, "optimizer.type")) config_say_key(r, CONFIG_NOTICE, "optimizer.type", "is not given beside offload: AdamW on the CPU");
     int64_t h = c->model.n_embd;
     const struct { const char *key; int64_t *field, value; } sizes[] = { // what "auto" stands for

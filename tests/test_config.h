@@ -991,24 +991,65 @@ static void test_random(Test *t) {
     expect_true(t, good > 300, "only %d of 3000 random configurations are accepted: the test says little", good);
 }
 
-// A value must read the same whatever the language of the user.
-static void test_locale(Test *t) {
-    static const char *const names[] = {"de_DE.UTF-8", "de_DE.utf8", "tr_TR.UTF-8", "fr_FR.UTF-8"};
-    const char *text = "{\"gradient_clipping\": 1.5, \"optimizer\": {\"type\": \"ADAM\", \"params\": {\"lr\": 6e-5, \"betas\": [0.9, 0.95]}}, \"pipeline_schedule\": \"INTERLEAVED\"}";
-    Parsed plain = config_of(text, "model.layer_norm_epsilon=1.25e-5", 1);
-    int tried = 0;
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        if (!setlocale(LC_ALL, names[i])) continue;
-        tried++;
-        Parsed p = config_of(text, "model.layer_norm_epsilon=1.25e-5", 1);
-        expect_same_bytes(t, names[i], p.c, plain.c, offsetof(Config, key));
-        expect_round_trip(t, p.c, 1, names[i]);
-        parsed_free(&p);
+// Makes a locale below `folder`; false where the tool or its sources are missing.
+static bool make_locale(const char *folder, const char *name) {
+    char path[300], source[32];
+    snprintf(path, sizeof path, "%s/%s.UTF-8", folder, name);
+    snprintf(source, sizeof source, "%s", name);
+    pid_t child = fork();
+    if (child == 0) {
+        if (!freopen("/dev/null", "w", stderr) || !freopen("/dev/null", "w", stdout)) _exit(1);
+        execlp("localedef", "localedef", "--no-archive", "-c", "-i", source, "-f", "UTF-8", path, (char *)NULL);
+        _exit(1);
     }
-    setlocale(LC_ALL, "C");
+    int status = 1;
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {}
+    return access(path, R_OK) == 0;
+}
+
+static void remove_tree(const char *path) { // of folders and files that a test made
+    DIR *folder = opendir(path);
+    for (struct dirent *e; folder && (e = readdir(folder));) {
+        char inner[1000];
+        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
+        snprintf(inner, sizeof inner, "%.600s/%s", path, e->d_name);
+        if (e->d_type == DT_DIR) remove_tree(inner);
+        else unlink(inner);
+    }
+    if (folder) closedir(folder);
+    rmdir(path);
+}
+
+// A value must read the same whatever the language of the user: a decimal comma (German), and an i without its dot (Turkish).
+static void test_locale(Test *t) {
+    static const char *const names[] = {"de_DE", "tr_TR"};
+    const char *text = "{\"gradient_clipping\": 1.5, \"optimizer\": {\"type\": \"LION\", \"params\": {\"lr\": 6e-5, \"betas\": [0.9, 0.95]}}, \"pipeline_schedule\": \"INTERLEAVED\"}";
+    Parsed plain = config_of(text, "model.layer_norm_epsilon=1.25e-5", 1);
     expect_near(t, "gradient_clipping", plain.c->gradient_clipping, 1.5, 0);
+    expect_equal_i64(t, "optimizer", plain.c->optimizer.type, OPTIMIZER_LION);
+    char folder[200];
+    const char *tmp = getenv("TMPDIR");
+    int tried = 0;
+    snprintf(folder, sizeof folder, "%s/test_config.XXXXXX", tmp && tmp[0] ? tmp : "/tmp");
+    if (!mkdtemp(folder)) { test_fail(t, "mkdtemp: %s", strerror(errno)); return; }
+    setenv("LOCPATH", folder, 1);
+    for (int i = 0; i < 2; i++) {
+        char name[40], printed[20];
+        snprintf(name, sizeof name, "%s.UTF-8", names[i]);
+        if (!make_locale(folder, names[i]) || !setlocale(LC_ALL, name)) continue;
+        tried++;
+        snprintf(printed, sizeof printed, "%.1f", 1.5);
+        Parsed p = config_of(text, "model.layer_norm_epsilon=1.25e-5", 1);
+        expect_same_bytes(t, name, p.c, plain.c, offsetof(Config, key));
+        expect_round_trip(t, p.c, 1, name);
+        parsed_free(&p);
+        setlocale(LC_ALL, "C");
+        expect_equal_text(t, "1.5 in that language", printed, "1,5"); // or the locale proves nothing
+    }
+    unsetenv("LOCPATH");
+    remove_tree(folder);
     parsed_free(&plain);
-    if (!tried) test_skip(t, "none of the locales with a decimal comma is installed");
+    if (!tried) test_skip(t, "localedef, or its sources in /usr/share/i18n, are not installed");
 }
 
 static void test_hostile(Test *t) {
