@@ -11,8 +11,9 @@
 
 namespace cpu {
 
-// Queries and keys of a block: a multiple of both sides of a tile.
-enum { ATTENTION_BLOCK = TILE_ROWS == 6 ? 48 : 64, SPLIT_QUERIES = 2 * ATTENTION_BLOCK };
+// Queries and keys of a block: a multiple of both sides of a tile. Queries of a part when heads are few. Work (T^2 C) below
+// which one thread does it all.
+enum { ATTENTION_BLOCK = TILE_ROWS == 6 ? 48 : 64, SPLIT_QUERIES = 2 * ATTENTION_BLOCK, SERIAL_PRODUCTS = 1 << 20 };
 static_assert(ATTENTION_BLOCK % TILE_ROWS == 0 && ATTENTION_BLOCK % TILE_COLUMNS == 0, "whole tiles");
 
 // Copies rows 0 .. n-1 of a head: element d of row t is element at + t*row + d of x.
@@ -78,7 +79,7 @@ void attention_forward(Tensor out, Tensor lse, Tensor qkv, int NH, Stream stream
     check_f32("attention_forward", "lse", lse, B * NH, T);
     // With few heads, queries are split as well; each part then loads the keys for itself.
     const int64_t step = B * NH >= 2 * omp_get_max_threads() ? T : (int64_t)SPLIT_QUERIES;
-#pragma omp parallel for collapse(2) schedule(dynamic) if (B * T * C > PARALLEL_MIN)
+#pragma omp parallel for collapse(2) schedule(dynamic) if (B * T * T * C > SERIAL_PRODUCTS)
     for (int64_t t0 = (T - 1) / step * step; t0 >= 0; t0 -= step) // the last queries see most keys: first
         for (int64_t bh = 0; bh < B * NH; bh++) forward_head(out, lse, qkv, NH, bh / NH, bh % NH, t0, min_i64(T, t0 + step));
 }
@@ -192,7 +193,7 @@ void attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor
     check_act("attention_backward", "out", out, B * T, C, qkv.dtype);
     check_shape("attention_backward", "qkv", qkv, B * T, 3 * C);
     check_f32("attention_backward", "lse", lse, B * NH, T);
-#pragma omp parallel for schedule(dynamic) if (B * T * C > PARALLEL_MIN)
+#pragma omp parallel for schedule(dynamic) if (B * T * T * C > SERIAL_PRODUCTS)
     for (int64_t bh = 0; bh < B * NH; bh++) backward_head(dqkv, dout, qkv, out, lse, NH, bh / NH, bh % NH);
 }
 

@@ -1,4 +1,4 @@
-// convert.cpp - element type conversions and fills.
+// convert.cpp - element type conversions, sums of two arrays, fills.
 #include "rows.h"
 
 namespace cpu {
@@ -15,6 +15,16 @@ void convert(Tensor dst, Tensor src, Stream stream) {
         const int64_t m = min_i64(CONVERT_BLOCK, n - at);
         row_store(dst, at, m, row_load(src, at, m, scratch));
     }
+}
+
+void add_inplace(Tensor y, Tensor x, Stream stream) {
+    (void)stream;
+    const int64_t n = tensor_numel(x);
+    CHECK(tensor_numel(y) == n && y.dtype == DTYPE_FP32 && x.dtype == DTYPE_FP32, "add_inplace: %" PRId64 " elements to %" PRId64 ", or not fp32", n, tensor_numel(y));
+    float *to = (float *)y.data;
+    const float *from = (const float *)x.data;
+#pragma omp parallel for simd if (parallel : n > PARALLEL_MIN)
+    for (int64_t i = 0; i < n; i++) to[i] += from[i];
 }
 
 void fill(Tensor t, float value, Stream stream) {

@@ -19,7 +19,7 @@ enum {
     TASK_N = 256,                             // both are whole tiles after halving twice as well
     PACK_M = 48, PACK_N = 64,                 // lines that a thread packs at a time
     PACK_SCRATCH = TILE_COLUMNS * BLOCK_K,
-    SERIAL_FMAS = 1 << 18,                    // products smaller than this stay on the calling thread
+    SERIAL_FMAS = 1 << 20,                    // products smaller than this stay on the calling thread
 };
 
 // One factor: element (line, k) of A, or (k, line) of B, is element line*line_stride + k*k_stride of t. One stride is 1.
@@ -150,13 +150,16 @@ static void multiply(const Factor *a, const Factor *b, int64_t K, const Epilogue
                     Block block = {packed_a, packed_b, partial, m0, n0, min_i64(BLOCK_M, M - m0), min_i64(BLOCK_N, N - n0),
                                          min_i64(BLOCK_K, K - k0), k0 == 0, k0 + BLOCK_K >= K, 0, 0};
                     size_tasks(&block, omp_get_num_threads());
+                    if (m0 + n0 + k0 > 0) {
+#pragma omp barrier // the packed copies of the block before are still being read
+                    }
 #pragma omp for schedule(dynamic) nowait
                     for (int64_t i = 0; i < block.m; i += PACK_M)
                         pack(packed_a + i * block.K, a, m0 + i, round_up(min_i64(PACK_M, block.m - i), TILE_ROWS), TILE_ROWS, k0, block.K, scratch);
 #pragma omp for schedule(dynamic)
                     for (int64_t j = 0; j < block.n; j += PACK_N)
                         pack(packed_b + j * block.K, b, n0 + j, round_up(min_i64(PACK_N, block.n - j), TILE_COLUMNS), TILE_COLUMNS, k0, block.K, scratch);
-#pragma omp for collapse(2) schedule(dynamic)
+#pragma omp for collapse(2) schedule(dynamic) nowait
                     for (int64_t i = 0; i < block.m; i += block.task_m)
                         for (int64_t j = 0; j < block.n; j += block.task_n)
                             multiply_tiles(&block, e, i, min_i64(i + block.task_m, block.m), j, min_i64(j + block.task_n, block.n));

@@ -10,7 +10,7 @@
 #include "../kernels.h"
 
 // Loops with fewer elements than this run on the calling thread: waking the others costs about as much.
-#define PARALLEL_MIN 8192
+#define PARALLEL_MIN 32768
 
 // Locals that are written before they are read need no zeros from -ftrivial-auto-var-init; only for hot inner functions.
 #if defined(__has_attribute) && __has_attribute(uninitialized)
