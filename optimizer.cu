@@ -204,19 +204,26 @@ typedef struct {
     int64_t applied_updates;      // the u of the schedules
     int64_t skipped;              // updates skipped so far
     int64_t consecutive_skipped;
-    double *sums;                 // two doubles in the backend's memory: sum of squares of the gradients, sum of losses
-    double *host_sums;            // pinned copy
+    double *sums;                 // (SUM_COUNT) in the backend's memory; summed over the ranks once an update
+    double *host_sums;            // (SUM_COUNT) pinned copy
 } Optimizer;
 
-enum { SUM_SQUARES = 0, SUM_LOSS = 1 };
+// What the ranks add up together: one small message an update.
+enum {
+    SUM_SQUARES,                  // of the gradients
+    SUM_LOSS,                     // over the tokens of the update
+    SUM_STOP, SUM_SAVE,           // ranks that were asked to stop, or to save: all agree on the same update
+    SUM_COUNT,
+};
 
 typedef struct {
     double grad_norm;   // of the mean gradient, before clipping; not finite when the update was skipped for it
     double clip_factor; // in (0, 1]
     double lr;          // of this update
     double loss_scale;  // that this update's gradients carried
-    double loss_sum;    // over the tokens of this rank's micro-batches
+    double loss_sum;    // over the tokens of the global batch
     bool skipped;
+    bool stop, save;    // some rank was asked to
 } OptimizerStats;
 
 static void optimizer_init(Optimizer *o, const Config *cfg) {
@@ -224,8 +231,8 @@ static void optimizer_init(Optimizer *o, const Config *cfg) {
     o->cfg = cfg;
     o->rule = &optimizer_rules[cfg->optimizer.type];
     loss_scaler_init(&o->scaler, &cfg->fp16);
-    o->sums = (double *)device_malloc(2 * sizeof(double));
-    o->host_sums = (double *)pinned_malloc(2 * sizeof(double));
+    o->sums = (double *)device_malloc(SUM_COUNT * sizeof(double));
+    o->host_sums = (double *)pinned_malloc(SUM_COUNT * sizeof(double));
 }
 
 static void optimizer_free(Optimizer *o) {
@@ -233,31 +240,37 @@ static void optimizer_free(Optimizer *o) {
     pinned_free(o->host_sums);
 }
 
-// Sum of squares of all gradient shards, into o->sums.
-static void optimizer_sum_squares(Optimizer *o, Zero *z) {
+// Sums of the update over all ranks, into o->host_sums: each rank adds the squares of its own shards, its losses, its wishes.
+static void optimizer_sum(Optimizer *o, Zero *z, bool stop, bool save) {
     for (int u = 0; u < z->model->table.n_units; u++)
         sum_squares_to_double(&o->sums[SUM_SQUARES], tensor1(z->unit[u].grad_shard, DTYPE_FP32, z->unit[u].shard_numel), u > 0, z->stream);
-    comm_all_reduce_double(z->group, o->sums, 2, COMM_SUM, z->stream);
+    o->host_sums[SUM_STOP] = stop;
+    o->host_sums[SUM_SAVE] = save;
+    device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], 2 * sizeof(double), COPY_TO_DEVICE, z->stream);
+    comm_all_reduce_double(z->reduce_group, o->sums, SUM_COUNT, COMM_SUM, z->stream);
+    device_copy(o->host_sums, o->sums, SUM_COUNT * sizeof(double), COPY_TO_HOST, z->stream);
+    stream_sync(z->stream);
 }
 
 // Name of the first tensor, in the order of the table, whose gradient is not finite; null if all are. Slow: for last words.
-static const char *optimizer_find_nonfinite(Optimizer *o, Zero *z) {
-    for (int i = 0; i < z->model->table.n_rows; i++) {
+static const char *optimizer_find_nonfinite(Zero *z) {
+    const char *name = NULL;
+    for (int i = 0; i < z->model->table.n_rows && !name; i++) {
         const ParamDesc *r = &z->model->table.row[i];
         if (r->tied_to >= 0) continue;
-        sum_squares_to_double(&o->sums[SUM_SQUARES], tensor1(zero_state_at(z, i, STATE_GRAD), DTYPE_FP32, r->numel), false, z->stream);
-        device_copy(o->host_sums, o->sums, sizeof(double), COPY_TO_HOST, z->stream);
-        stream_sync(z->stream);
-        if (!isfinite(o->host_sums[0])) return r->name;
+        float *values = (float *)host_alloc((size_t)param_numel(r) * 4);
+        zero_tensor_read(z, i, STATE_GRAD, values);
+        for (int64_t k = 0; k < param_numel(r) && !name; k++) if (!isfinite(values[k])) name = r->name;
+        free(values);
     }
-    return NULL;
+    return name;
 }
 
 // An update whose loss or gradient norm is not finite is skipped where the configuration says so, and ends the run where
 // trying again cannot help. `step` is for the message.
 static void optimizer_judge(Optimizer *o, Zero *z, double loss, double norm, int64_t step) {
     const Config *cfg = o->cfg;
-    const char *tensor = isfinite(norm) ? NULL : optimizer_find_nonfinite(o, z);
+    const char *tensor = isfinite(norm) ? NULL : optimizer_find_nonfinite(z);
     char where[160];
     snprintf(where, sizeof where, "loss %g, gradient norm %g%s%s", loss, norm, tensor ? ", first in " : "", tensor ? tensor : "");
     if (cfg->fp16.enabled) {
@@ -275,15 +288,16 @@ static void optimizer_judge(Optimizer *o, Zero *z, double loss, double norm, int
         die(EXIT_NUMERICS, "step %" PRId64 ": 100 updates in a row had a gradient that is not finite: %s; lower the learning rate", step, where);
 }
 
-// Applies the gradients in zero's shards. n_tokens: tokens whose losses o->sums[SUM_LOSS] holds.
-static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, int64_t step) {
+// Applies the gradients in zero's shards. n_tokens: tokens of the global batch, whose losses the ranks' o->sums[SUM_LOSS] hold.
+// stop, save: this rank was asked to.
+static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, int64_t step, bool stop, bool save) {
     const Config *cfg = o->cfg;
     OptimizerStats s;
     memset(&s, 0, sizeof s);
-    optimizer_sum_squares(o, z);
-    device_copy(o->host_sums, o->sums, 2 * sizeof(double), COPY_TO_HOST, z->stream);
-    stream_sync(z->stream);
+    optimizer_sum(o, z, stop, save);
     s.loss_sum = o->host_sums[SUM_LOSS];
+    s.stop = o->host_sums[SUM_STOP] > 0;
+    s.save = o->host_sums[SUM_SAVE] > 0;
     s.loss_scale = o->scaler.scale;
     s.lr = schedule_lr(cfg, o->applied_updates);
     s.grad_norm = (float)(sqrt(o->host_sums[SUM_SQUARES]) / s.loss_scale); // rounded once: see invariant 2
@@ -301,16 +315,16 @@ static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, in
     schedule_betas(cfg, o->applied_updates, a.betas);
     for (int u = 0; u < z->model->table.n_units; u++) {
         UnitState *unit = &z->unit[u];
-        int64_t first = unit->shard_numel * z->group.rank, decays = z->model->table.unit[u].decay_numel;
-        int64_t border = min_i64(max_i64(decays - first, 0), unit->shard_numel); // elements [0, border) of the shard decay
+        int64_t decays = z->model->table.unit[u].decay_numel, to_shard = unit->update_first - unit->shard_numel * z->gather_group.rank;
+        int64_t border = min_i64(max_i64(decays - unit->update_first, 0), unit->update_numel); // elements [0, border) of the range decay
         for (int part = 0; part < 2; part++) {
-            int64_t from = part == 0 ? 0 : border, n = part == 0 ? border : unit->shard_numel - border;
+            int64_t from = part == 0 ? 0 : border, n = part == 0 ? border : unit->update_numel - border;
             if (n == 0) continue;
             UpdateRange r;
             memset(&r, 0, sizeof r);
-            r.param = tensor1((char *)unit->param_shard + from * dtype_bytes(z->model->dtype), z->model->dtype, n);
+            r.param = tensor1((char *)unit->param_shard + (to_shard + from) * dtype_bytes(z->model->dtype), z->model->dtype, n);
             r.master = tensor1(unit->master + from, DTYPE_FP32, n);
-            r.grad = tensor1(unit->grad_shard + from, DTYPE_FP32, n);
+            r.grad = tensor1(unit->grad_shard + to_shard + from, DTYPE_FP32, n);
             for (int i = 0; i < z->n_states; i++) r.state[i] = tensor1(unit->state[i] + from, DTYPE_FP32, n);
             r.weight_decay = part == 0 ? cfg->optimizer.weight_decay : 0;
             o->rule->update(&r, &a, z->stream);

@@ -4,6 +4,7 @@
 // (tests/harness.h). A row that compares nothing fails. That the tests can fail is shown by tests/teeth.py.
 #define TESTING // train_gpt.cu without its main
 #include "train_gpt.cu"
+static CommWorld test_world; // the ranks that run the tests
 #include "tests/harness.h"
 #include "tests/dies.h"
 #include "tests/test_kernels.h"
@@ -16,10 +17,13 @@ static const TestSection test_sections[] = {
     {"schedules", schedule_tests}, {"golden", golden_tests}, {"trainer", trainer_tests}, {"resume", resume_tests},
 };
 
+// All ranks run the same rows; a failure on any of them fails the row, and rank 0 tells.
 int main(int argc, char **argv) {
     descriptors_ensure();
     signal(SIGPIPE, SIG_IGN);
-    device_init(0);
+    test_world = comm_start();
+    device_init(test_world.local_rank);
+    bool tells = test_world.rank == 0;
     int passed = 0, failed = 0, skipped = 0, picked = 0;
     for (size_t s = 0; s < sizeof test_sections / sizeof *test_sections; s++) {
         const TestSection *section = &test_sections[s];
@@ -32,15 +36,20 @@ int main(int argc, char **argv) {
             double start = clock_seconds();
             row->run(&t);
             if (!t.skipped && t.failures == 0 && t.compared == 0) test_fail(&t, "compared nothing");
-            const char *verdict = t.skipped ? "skip" : t.failures ? "FAIL" : "ok";
-            printf("%-4s %s/%s: %" PRId64 " values, worst %.2f of its bound, %.2f s%s%s\n", verdict, t.section, t.name, t.compared, t.worst, clock_seconds() - start, t.message[0] ? ": " : "", t.message);
+            if (t.failures && !tells) fprintf(stderr, "rank %d: %s/%s: %s\n", test_world.rank, t.section, t.name, t.message);
+            double failures = (double)t.failures;
+            comm_host_all_reduce(&failures, 1, COMM_SUM);
+            const char *verdict = failures > 0 ? "FAIL" : t.skipped ? "skip" : "ok";
+            if (tells)
+                printf("%-4s %s/%s: %" PRId64 " values, worst %.2f of its bound, %.2f s%s%s\n", verdict, t.section, t.name, t.compared, t.worst, clock_seconds() - start, t.message[0] ? ": " : "", t.message);
             fflush(stdout);
-            if (t.skipped) skipped++;
-            else if (t.failures) failed++;
+            if (failures > 0) failed++;
+            else if (t.skipped) skipped++;
             else passed++;
         }
     }
     if (picked == 0) die(EXIT_CONFIG, "no such test section; the sections are listed in test_gpt.cu");
-    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    if (tells) printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    comm_finish();
     return failed ? 1 : 0;
 }

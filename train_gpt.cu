@@ -29,12 +29,14 @@
 typedef struct {
     Config *cfg;
     ProcessGrid grid;
-    Group zero_group;        // of the grid's zero ranks
+    Group gather_group, reduce_group; // the grid's zero ranks, as two channels
     Stream stream;
     Model model;
     Zero zero;
     ActStore acts;
     Pipeline pipe;
+    int *train_uses, *eval_uses; // units in the order in which an update, or a forward pass, fetches them
+    int n_train_uses, n_eval_uses;
     Optimizer opt;
     DataLoader train, val;
     bool has_train, has_val;
@@ -50,6 +52,7 @@ typedef struct {
     int64_t step;            // updates done, skipped ones included
     int64_t tokens, samples; // consumed by them
     int64_t start_step;      // where this process began
+    bool stop, save;         // some rank was asked to, as all ranks know since the last update
 } Trainer;
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -86,11 +89,9 @@ static void descriptors_ensure(void) {
 // ---------------------------------------------------------------------------------------------------------------
 // Setting up
 
-// Rows of checkpoint and Hugging Face functions to zero's tensors. kind 0 = masters, then the optimizer's states.
-static void trainer_tensor_get(void *zero, int row, int kind, float *values) { zero_tensor_read((Zero *)zero, row, (StateKind)kind, values); }
-static void trainer_tensor_put(void *zero, int row, int kind, const float *values) { zero_tensor_write((Zero *)zero, row, (StateKind)kind, values); }
-static void trainer_weights_get(void *zero, int row, float *values) { zero_tensor_read((Zero *)zero, row, STATE_MASTER, values); }
-static void trainer_weights_put(void *zero, int row, const float *values) { zero_tensor_write((Zero *)zero, row, STATE_MASTER, values); }
+// What checkpoint.cu and huggingface.cu call on rank 0; kind 0 = masters, then the optimizer's states.
+static void trainer_weights_get(void *zero, int row, float *values) { zero_ask_read(zero, row, STATE_MASTER, values); }
+static void trainer_weights_put(void *zero, int row, const float *values) { zero_ask_write(zero, row, STATE_MASTER, values); }
 
 static CheckpointTensors trainer_tensors(Trainer *t) {
     CheckpointTensors c;
@@ -101,8 +102,8 @@ static CheckpointTensors trainer_tensors(Trainer *t) {
     c.kind[0] = "master";
     for (int i = 0; i < t->zero.n_states; i++) c.kind[1 + i] = t->opt.rule->state_name[i];
     c.ctx = &t->zero;
-    c.get = trainer_tensor_get;
-    c.put = trainer_tensor_put;
+    c.get = zero_ask_read;
+    c.put = zero_ask_write;
     return c;
 }
 
@@ -175,28 +176,50 @@ static void trainer_print_start(const Trainer *t) {
     if (!trainer_only_reads(cfg)) {
         print_table_row("batch", "%" PRId64 " samples of %" PRId64 " tokens an update = %" PRId64 " micro-batches of %" PRId64, cfg->batch.train_batch_size, cfg->run.seq_len,
                         cfg->batch.gradient_accumulation_steps, cfg->batch.train_micro_batch_size_per_gpu);
-        print_table_row("optimizer", "%s, lr %g, weight decay %g on matrices only, gradient clipping %g%s; ZeRO stage %d on %d rank", t->opt.rule->name, cfg->optimizer.lr,
-                        cfg->optimizer.weight_decay, cfg->gradient_clipping, cfg->gradient_clipping > 0 ? "" : " (off)", t->zero.stage, t->zero.group.size);
+        print_table_row("optimizer", "%s, lr %g, weight decay %g on matrices only, gradient clipping %g%s; ZeRO stage %d on %d rank%s", t->opt.rule->name, cfg->optimizer.lr,
+                        cfg->optimizer.weight_decay, cfg->gradient_clipping, cfg->gradient_clipping > 0 ? "" : " (off)", t->zero.opt.stage, t->zero.gather_group.size, t->zero.gather_group.size == 1 ? "" : "s");
         print_table_row("data", "%" PRId64 " tokens, %" PRId64 " samples an epoch, %s", t->train.total_tokens, t->train.samples_per_epoch, cfg->data.shuffle ? "shuffled" : "in file order");
     }
     const Zero *z = &t->zero;
-    print_table_row("memory (MiB)", "weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, activations %.1f; allocated on the device %.1f", (double)z->param_bytes / mib,
-                    (double)z->master_bytes / mib, (double)z->grad_bytes / mib, (double)z->state_bytes / mib, (double)t->acts.bytes / mib, (double)device_allocated_bytes() / mib);
+    print_table_row("memory (MiB)", "weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, shared buffers %.1f, activations %.1f; allocated on the device %.1f", (double)z->param_bytes / mib,
+                    (double)z->master_bytes / mib, (double)z->grad_bytes / mib, (double)z->state_bytes / mib, (double)z->buffer_bytes / mib, (double)t->acts.bytes / mib, (double)device_allocated_bytes() / mib);
     fflush(stdout);
 }
 
+// The units that one pass over the model fetches, appended to use[0..n); returns the new n.
+static int list_pass(const ParamTable *table, bool forward, int *use, int n) {
+    for (int i = 0; i < table->n_units; i++) n += zero_units_of(table, forward ? i : table->n_units - 1 - i, use + n);
+    return n;
+}
+
+static void trainer_list_uses(Trainer *t) {
+    const ParamTable *table = &t->model.table;
+    size_t pass = sizeof(int) * 2 * (size_t)table->n_units; // a unit fetches at most itself and one that it is tied to
+    t->eval_uses = (int *)host_alloc(pass);
+    t->n_eval_uses = list_pass(table, true, t->eval_uses, 0);
+    t->train_uses = (int *)host_alloc(pass * (size_t)t->pipe.n);
+    for (int i = 0; i < t->pipe.n; i++)
+        if (t->pipe.prog[i].op != OP_LOAD) t->n_train_uses = list_pass(table, t->pipe.prog[i].op == OP_FWD, t->train_uses, t->n_train_uses);
+}
+
 // Everything but data and files: what a test needs, too. with_backward false: for sampling and export.
-static void trainer_init_core(Trainer *t, Config *cfg, bool with_backward, int64_t B) {
+static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool with_backward, int64_t B) {
     memset(t, 0, sizeof *t);
     t->cfg = cfg;
-    GridAxes axes = {1, 1, 1, 1};
-    t->grid = grid_make(0, axes);
-    t->zero_group = comm_group_create(&t->grid.rank, 1);
+    t->grid = grid;
+    int *ranks = (int *)host_alloc(sizeof(int) * (size_t)grid.world);
+    for (int r = 0; r < grid.world; r++) ranks[r] = r; // data parallelism is the only axis: everybody shares the weights
+    t->gather_group = comm_group_create(ranks, grid.zero_size);
+    t->reduce_group = comm_group_create(ranks, grid.zero_size);
+    free(ranks);
     t->stream = stream_create();
     trainer_resolve_model(cfg);
     model_init(&t->model, &cfg->model, cfg->dtype, t->stream);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
-    zero_init(&t->zero, &t->model, (int)cfg->zero.stage, t->zero_group, optimizer_n_states(&cfg->optimizer), with_backward);
+    ZeroOptions options = {(int)cfg->zero.stage, cfg->zero.reduce_bucket_size, cfg->zero.prefetch_bucket_size, cfg->zero.max_live_parameters,
+                           cfg->zero.max_reuse_distance, cfg->zero.param_persistence_threshold, cfg->zero.overlap_comm};
+    zero_init(&t->zero, &t->model, options, t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
+    trainer_list_uses(t);
     acts_init(&t->acts, &t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward);
     optimizer_init(&t->opt, cfg);
     for (int i = 0; i < 2; i++) {
@@ -209,19 +232,23 @@ static void trainer_init_core(Trainer *t, Config *cfg, bool with_backward, int64
 }
 
 static void trainer_init_weights(Trainer *t) {
-    if (t->cfg->model.init_from[0]) hf_import(t->cfg->model.init_from, &t->model.c, &t->model.table, trainer_weights_put, &t->zero);
-    else zero_init_weights(&t->zero, (uint64_t)t->cfg->run.seed);
+    if (!t->cfg->model.init_from[0]) { zero_init_weights(&t->zero, (uint64_t)t->cfg->run.seed); return; }
+    if (t->grid.rank > 0) { zero_serve(&t->zero); return; }
+    hf_import(t->cfg->model.init_from, &t->model.c, &t->model.table, trainer_weights_put, &t->zero);
+    zero_ask(ASK_DONE, 0, 0);
 }
 
-static void trainer_init(Trainer *t, Config *cfg) {
+static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     bool reads = trainer_only_reads(cfg);
+    GridAxes axes = {1, world.world, 1, 1};
     trainer_resolve_model(cfg);
-    device_init((int)cfg->local_rank);
-    trainer_init_core(t, cfg, !reads, reads ? 1 : cfg->batch.train_micro_batch_size_per_gpu);
+    device_init(world.local_rank);
+    trainer_init_core(t, cfg, grid_make(world.rank, axes), !reads, reads ? 1 : cfg->batch.train_micro_batch_size_per_gpu);
     tokenizer_open(&t->tokenizer, cfg->data.tokenizer, cfg->model.vocab_size);
     t->metrics.log_fd = -1;
     if (reads) return;
     trainer_open_data(t);
+    if (t->grid.rank > 0) return; // rank 0 keeps the log and the checkpoints
     make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
     metrics_init(&t->metrics, cfg->run.output_dir, cfg->run.steps, cfg->steps_per_print, model_flops_per_token(&t->model, cfg->run.seq_len), t->model.dtype);
     char room[CONFIG_PATH_MAX + 16];
@@ -246,7 +273,10 @@ static void trainer_free(Trainer *t) {
     zero_free(&t->zero);
     pipeline_free(&t->pipe);
     model_free(&t->model);
-    comm_group_free(&t->zero_group);
+    free(t->train_uses);
+    free(t->eval_uses);
+    comm_group_free(&t->gather_group);
+    comm_group_free(&t->reduce_group);
     stream_destroy(t->stream);
 }
 
@@ -259,7 +289,7 @@ static void load_samples(Trainer *t, DataLoader *d, ActSlot *a, int64_t first, i
     int64_t T = t->cfg->run.seq_len, side = t->staged++ % 2;
     int32_t *tokens = t->staging[side], *targets = tokens + B * T;
     event_sync(t->staging_free[side]); // without it the host would overwrite tokens that are still being copied
-    dataloader_fetch(d, first, n, tokens, targets);
+    if (n > 0) dataloader_fetch(d, first, n, tokens, targets);
     for (int64_t i = n * T; i < B * T; i++) tokens[i] = 0, targets[i] = -1;
     a->B = B;
     a->T = T;
@@ -268,11 +298,12 @@ static void load_samples(Trainer *t, DataLoader *d, ActSlot *a, int64_t first, i
     event_record(t->staging_free[side], t->stream);
 }
 
-// Micro-batch mb of this update: samples of the global batch in order.
+// Micro-batch mb of this update: samples of the global batch in order, the ranks' shares side by side.
 static void load_micro_batch(Trainer *t, int mb, ActSlot *a) {
-    int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, first = t->samples + mb * B;
+    int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, D = t->grid.zero_size;
+    int64_t first = t->samples + (mb * D + t->grid.zero_rank) * B;
     load_samples(t, &t->train, a, first, B, B);
-    dataloader_prefetch(&t->train, first + B, B);
+    dataloader_prefetch(&t->train, first + D * B, B);
     a->mode = FORWARD_TRAIN;
 }
 
@@ -321,6 +352,7 @@ static void measure_phases(Trainer *t, StepStats *s) {
 static StepStats train_step(Trainer *t) {
     double start = clock_seconds(), waited = t->train.wait_seconds;
     int64_t n_tokens = t->cfg->batch.train_batch_size * t->cfg->run.seq_len;
+    zero_set_uses(&t->zero, t->train_uses, t->n_train_uses);
     zero_begin_step(&t->zero);
     t->acts.dloss = (float)(t->opt.scaler.scale / (double)n_tokens); // the mean over the global batch, times the loss scale
     device_memset(&t->opt.sums[SUM_LOSS], 0, sizeof(double), t->stream);
@@ -339,7 +371,8 @@ static StepStats train_step(Trainer *t) {
         }
         event_record(t->mark[i + 1], t->stream);
     }
-    OptimizerStats o = optimizer_step(&t->opt, &t->zero, n_tokens, t->step);
+    zero_finish_grads(&t->zero);
+    OptimizerStats o = optimizer_step(&t->opt, &t->zero, n_tokens, t->step, stop_signal != 0, save_signal != 0);
     event_record(t->mark[t->pipe.n + 1], t->stream);
 
     StepStats s;
@@ -353,6 +386,8 @@ static StepStats train_step(Trainer *t) {
     s.lr = o.lr;
     s.loss_scale = o.loss_scale;
     s.skipped = o.skipped;
+    t->stop = o.stop;
+    t->save = o.save;
     s.tokens = t->tokens;
     s.step_tokens = n_tokens;
     s.data_wait_ms = 1e3 * (t->train.wait_seconds - waited);
@@ -364,20 +399,24 @@ static StepStats train_step(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------
 // Once in a while: evaluation, samples, checkpoints
 
-// Mean loss over the first eval_batches micro-batches of the validation set (0 = all of it). The set is fixed, and
-// nothing that training reads afterwards is touched: no gradient, no weight, no position in the training data.
+// Mean loss over the first eval_batches micro-batches of each rank of the validation set (0 = all of it). The set is fixed,
+// and nothing that training reads afterwards is touched: no gradient, no weight, no position in the training data. The
+// ranks run equally many passes, whatever is left for the last one: a pass without samples computes, and counts nothing.
 static double evaluate(Trainer *t) {
-    int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, T = t->cfg->run.seq_len, samples = t->val.n_samples;
-    if (t->cfg->run.eval_batches > 0) samples = min_i64(samples, t->cfg->run.eval_batches * B);
+    int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, T = t->cfg->run.seq_len, D = t->grid.zero_size, samples = t->val.n_samples;
+    if (t->cfg->run.eval_batches > 0) samples = min_i64(samples, t->cfg->run.eval_batches * B * D);
     ActSlot *a = &t->acts.slot[0];
     a->mode = FORWARD_EVAL;
+    zero_set_uses(&t->zero, t->eval_uses, t->n_eval_uses);
     device_memset(t->eval_sum, 0, sizeof(double), t->stream);
-    for (int64_t first = 0; first < samples; first += B) {
+    for (int64_t pass = 0; pass < samples; pass += B * D) {
+        int64_t first = min_i64(samples, pass + t->grid.zero_rank * B);
         load_samples(t, &t->val, a, first, min_i64(B, samples - first), B);
         forward_chunk(t, 0, a);
         Acts head = acts_begin(&t->acts, a, t->model.table.n_units - 1);
         sum_to_double(t->eval_sum, head.act[ACT_LOSSES], true, t->stream);
     }
+    comm_all_reduce_double(t->reduce_group, t->eval_sum, 1, COMM_SUM, t->stream);
     double sum;
     device_copy(&sum, t->eval_sum, sizeof sum, COPY_TO_HOST, t->stream);
     stream_sync(t->stream);
@@ -387,6 +426,7 @@ static double evaluate(Trainer *t) {
 static void evaluate_and_log(Trainer *t) {
     char number[32];
     double start = clock_seconds(), loss = evaluate(t);
+    if (t->grid.rank > 0) return;
     printf("step %6" PRId64 "/%" PRId64 "         | val loss %8.5f | %.1f s\n", t->step, t->cfg->run.steps, loss, clock_seconds() - start);
     fflush(stdout);
     metrics_log(&t->metrics, "{\"event\":\"eval\",\"at_step\":%" PRId64 ",\"val_loss\":%s,\"tokens\":%" PRId64 "}", t->step, json_number(number, sizeof number, loss), t->tokens);
@@ -424,10 +464,11 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
     if (length == 0) text[length++] = t->tokenizer.end_of_text >= 0 ? t->tokenizer.end_of_text : (int32_t)min_i64('\n', t->model.V - 1);
     ActSlot *a = &t->acts.slot[0];
     a->mode = FORWARD_LOGITS;
+    zero_set_uses(&t->zero, t->eval_uses, t->n_eval_uses);
     int64_t from = max_i64(0, length - T); // the window starts here
     memmove(text, text + from, (size_t)(length - from) * 4);
     length -= from;
-    for (int64_t k = 0; k < n && !stop_signal; k++) {
+    for (int64_t k = 0; k < n && !(stop_signal && t->grid.world == 1); k++) {
         if (length == T) {
             length = max_i64(1, T / 2);
             memmove(text, text + T - length, (size_t)length * 4);
@@ -442,12 +483,13 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
         stream_sync(t->stream);
         text[length] = sample_token(logits, t->model.dtype, t->model.V, rng_uniform(seed, text_hash("sample"), (uint64_t)k));
         tokenizer_decode_append(&t->tokenizer, text[length++], &shown);
+        if (t->grid.rank > 0) continue; // every rank computes and draws the same; one prints
         int64_t printed = tokenizer_print(stdout, shown.data, shown.length, k + 1 < n); // all but a character that is not whole yet
         memmove(shown.data, shown.data + printed, (size_t)(shown.length - printed));
         shown.length -= printed;
         fflush(stdout);
     }
-    putchar('\n');
+    if (t->grid.rank == 0) putchar('\n');
     fflush(stdout);
     free(shown.data);
     free(text);
@@ -474,9 +516,11 @@ static TrainingState trainer_state(const Trainer *t) {
 
 // Saves; a failure warns and leaves the older checkpoints as they are, unless this is the last chance.
 static void save(Trainer *t, bool last_chance) {
+    if (t->grid.rank > 0) { zero_serve(&t->zero); return; }
     TrainingState state = trainer_state(t);
     CheckpointTensors tensors = trainer_tensors(t);
     SaveResult r = checkpoint_save(t->store, &state, &tensors, t->cfg->checkpoint.keep_n_most_recent, t->cfg->checkpoint.num_checkpoints_to_keep);
+    zero_ask(ASK_DONE, 0, 0);
     metrics_log(&t->metrics, "{\"event\":\"checkpoint\",\"at_step\":%" PRId64 ",\"durable\":%s,\"bytes\":%" PRId64 ",\"seconds\":%.4f}", t->step, r.durable ? "true" : "false", r.bytes, r.seconds);
     if (r.durable) printf("step %6" PRId64 "/%" PRId64 "         | saved %s: %.1f MB in %.2f s\n", t->step, t->cfg->run.steps, r.name, (double)r.bytes / 1e6, r.seconds);
     else if (last_chance) die(EXIT_IO, "the last checkpoint, of step %" PRId64 ", could not be saved: %s; make room and resume from the checkpoint before it", t->step, r.why);
@@ -484,15 +528,23 @@ static void save(Trainer *t, bool last_chance) {
     fflush(stdout);
 }
 
-// Loads the checkpoint that the configuration asks for; false when `auto` finds none.
+// Loads the checkpoint that the configuration asks for; false when `auto` finds none. Rank 0 reads, all learn.
 static bool trainer_load(Trainer *t) {
     const Config *cfg = t->cfg;
     const char *which = cfg->load_tag[0] ? cfg->load_tag : cfg->run.resume;
-    char room[CONFIG_PATH_MAX + 16], name[CONFIG_NAME_MAX];
+    char room[CONFIG_PATH_MAX + 16], name[CONFIG_NAME_MAX] = "";
     if (strcmp(which, "none") == 0) return false;
     TrainingState s;
-    CheckpointTensors tensors = trainer_tensors(t);
-    if (!checkpoint_load(trainer_load_dir(cfg, room, sizeof room), which, &s, &tensors, name, sizeof name)) return false;
+    double found = 0;
+    if (t->grid.rank > 0) zero_serve(&t->zero);
+    else {
+        CheckpointTensors tensors = trainer_tensors(t);
+        found = checkpoint_load(trainer_load_dir(cfg, room, sizeof room), which, &s, &tensors, name, sizeof name);
+        zero_ask(ASK_DONE, 0, 0);
+    }
+    comm_host_broadcast(&found, sizeof found, 0);
+    if (found == 0) return false;
+    comm_host_broadcast(&s, sizeof s, 0);
     if (t->has_train && s.data_fingerprint != t->train.fingerprint)
         die(EXIT_DATA, "train_gpt.data.train: the files are not those that checkpoint %s was trained on; resume with the same files, or --export the model and start a new run with model.init_from", name);
     t->step = s.step;
@@ -507,7 +559,7 @@ static bool trainer_load(Trainer *t) {
         t->opt.scaler.last_overflow = s.scaler_last_overflow;
         t->opt.scaler.hysteresis_left = s.scaler_hysteresis_left;
     }
-    printf("resumed from %s: step %" PRId64 ", %" PRId64 " tokens\n", name, t->step, t->tokens);
+    if (t->grid.rank == 0) printf("resumed from %s: step %" PRId64 ", %" PRId64 " tokens\n", name, t->step, t->tokens);
     return true;
 }
 
@@ -521,8 +573,10 @@ static void run_reader(Trainer *t) {
             die(EXIT_CHECKPOINT, "%s: there is no checkpoint in this run's folder and no train_gpt.model.init_from; train first, or name a model", cfg->generate ? "--generate" : "--export");
         trainer_init_weights(t);
     }
-    if (cfg->export_dir[0]) {
+    if (cfg->export_dir[0] && t->grid.rank > 0) zero_serve(&t->zero);
+    else if (cfg->export_dir[0]) {
         hf_export(cfg->export_dir, &t->model.c, &t->model.table, t->model.dtype, trainer_weights_get, &t->zero);
+        zero_ask(ASK_DONE, 0, 0);
         printf("exported to %s\n", cfg->export_dir);
     }
     if (cfg->generate) generate_text(t, cfg->generate_prompt, cfg->run.sample_tokens > 0 ? cfg->run.sample_tokens : 256, (uint64_t)cfg->run.seed);
@@ -546,32 +600,33 @@ static void train(Trainer *t) {
     metrics_log(&t->metrics, "{\"event\":\"start\",\"at_step\":%" PRId64 ",\"parameters\":%" PRId64 ",\"seed\":%" PRId64 "}", t->step, table_param_count(&t->model.table), run->seed);
     if (t->step >= run->steps) note("train_gpt.run.steps = %" PRId64 ": step %" PRId64 " is reached already; raise it to go on", run->steps, t->step);
 
-    while (t->step < run->steps && !stop_signal) {
+    while (t->step < run->steps && !t->stop) {
         // once in a while: evaluate on the fixed set
         if (t->has_val && due(t->step, run->eval_every)) evaluate_and_log(t);
 
         // the update itself
         StepStats s = train_step(t);
-        metrics_step(&t->metrics, &s);
+        if (t->grid.rank == 0) metrics_step(&t->metrics, &s);
 
         // once in a while: show what the model writes
         if (due(t->step, run->sample_every)) generate_text(t, run->sample_prompt, run->sample_tokens, (uint64_t)(run->seed + t->step));
 
         // once in a while, or on SIGUSR1: save
-        if (due(t->step, run->checkpoint_every) || save_signal) {
+        if (due(t->step, run->checkpoint_every) || t->save) {
             save(t, false);
             saved_at = t->step;
             save_signal = 0;
         }
     }
-    if (stop_signal) printf("signal %d: update %" PRId64 " is finished, saving\n", (int)stop_signal, t->step);
-    else if (t->has_val && run->eval_every > 0) evaluate_and_log(t);
+    if (t->stop && t->grid.rank == 0) printf("signal %d: update %" PRId64 " is finished, saving\n", (int)stop_signal, t->step);
+    if (!t->stop && t->has_val && run->eval_every > 0) evaluate_and_log(t);
     if (saved_at != t->step) save(t, true);
+    if (t->grid.rank > 0) return;
 
     char time[32];
     double seconds = clock_seconds() - start;
-    metrics_log(&t->metrics, "{\"event\":\"%s\",\"at_step\":%" PRId64 ",\"tokens\":%" PRId64 ",\"skipped\":%" PRId64 ",\"seconds\":%.3f}", stop_signal ? "stopped" : "done", t->step, t->tokens, t->opt.skipped, seconds);
-    printf("%s: %" PRId64 " updates in %s, %" PRId64 " tokens (%.2f epochs), %" PRId64 " updates skipped; log %s\n", stop_signal ? "stopped, resume with the same command" : "done",
+    metrics_log(&t->metrics, "{\"event\":\"%s\",\"at_step\":%" PRId64 ",\"tokens\":%" PRId64 ",\"skipped\":%" PRId64 ",\"seconds\":%.3f}", t->stop ? "stopped" : "done", t->step, t->tokens, t->opt.skipped, seconds);
+    printf("%s: %" PRId64 " updates in %s, %" PRId64 " tokens (%.2f epochs), %" PRId64 " updates skipped; log %s\n", t->stop ? "stopped, resume with the same command" : "done",
            t->step - t->start_step, duration_text(time, sizeof time, seconds), t->tokens, (double)t->samples / (double)t->train.samples_per_epoch, t->opt.skipped, t->metrics.log_path);
 }
 
@@ -579,14 +634,16 @@ static void train(Trainer *t) {
 int main(int argc, char **argv) {
     descriptors_ensure();
     signals_install();
+    CommWorld world = comm_start();
     Config *cfg = config_load(argc, argv); // JSON to structs, or the list of what is wrong and exit 2
     Trainer t;
-    trainer_init(&t, cfg);                 // tables, shards, slots, program, in that order
-    trainer_print_start(&t);
+    trainer_init(&t, cfg, world);          // tables, shards, slots, program, in that order
+    if (world.rank == 0) trainer_print_start(&t);
     if (trainer_only_reads(cfg)) run_reader(&t);
     else train(&t);
     trainer_free(&t);
     free(cfg);
+    comm_finish();
     return EXIT_OK;
 }
 #endif

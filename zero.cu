@@ -1,130 +1,359 @@
 // zero.cu - where weights, gradients and optimizer states live, and how a unit gets them when it computes.
 //
-// ZeRO (Rajbhandari et al. 2020) removes copies: of N ranks that hold the same weights, each keeps 1/N of the optimizer
-// states (stage 1), of the gradients (2), of the weights (3), and the whole exists only while a unit computes. The model
-// sees none of this. It asks for a unit's weights and for room for its gradients, through four verbs:
+// N ranks that compute on different data hold the same weights, and would hold N copies of everything. ZeRO (Rajbhandari et
+// al. 2020) removes the copies: of P parameters each rank keeps 1/N of the masters and optimizer states (stage 1), of the
+// gradients (2), of the weights (3), and the whole exists only while somebody computes with it. In bytes a rank, for
+// 16-bit weights, fp32 masters and gradients, and AdamW:
 //
-//     zero_fetch(z, u)       weights of unit u, whole and current
+//              weights   gradients   masters + states
+//     stage 0    2 P        4 P          12 P           everything everywhere, gradients are summed
+//     stage 1    2 P        4 P          12 P / N       each rank updates its part, then the parts are gathered
+//     stage 2    2 P        4 P / N      12 P / N       a unit's gradient is summed into its parts as soon as it is whole
+//     stage 3    2 P / N    4 P / N      12 P / N       a unit's weights are gathered before it computes, dropped after
+//
+// plus a few whole units in flight (Zero.param_pool, Zero.grad_pool). The model sees none of this. It asks for a unit through
+// four verbs:
+//
+//     zero_fetch(z, u)       weights of unit u, whole and current; starts to gather those that come next
 //     zero_release(z, u)     done with them
 //     zero_grad_begin(z, u)  room for the gradients of unit u, and whether to add to it or to overwrite it
-//     zero_grad_end(z, u)    they are written; after the last micro-batch they are reduced to this rank's shard
+//     zero_grad_end(z, u)    they are written: reduce them to their parts, now or when all micro-batches have added theirs
 //
-//     SHARDED --start_gather--> GATHERED --zero_fetch--> IN_USE --zero_release--> GATHERED --evict--> SHARDED
-//        ^                                                                            |
-//        +------------- zero_weights_changed (optimizer step): version + 1 -----------+
+//               gather_start                 zero_fetch              zero_release
+//     SHARDED ----------------> GATHERING ----------------> IN_USE ----------------> GATHERED
+//        ^                                      ^                                      |  |
+//        |                                      +------------- zero_fetch -------------+  |
+//        +------- evict (stage 3: the buffer is needed), or the optimizer changed it -----+
 //
-// Everything of a unit lies in flat buffers of unit.numel elements (ParamDesc.offset says where a row starts), so that a
-// shard is a range of elements and needs no list of tensors:
+// Everything of a unit lies in flat buffers of `whole` elements (ParamDesc.offset says where a row starts), cut into N equal
+// parts: a shard is a range of elements, and needs no list of tensors.
 //
-//     param   [ row | row | ... ]  model's dtype, whole while gathered
-//     grad    [ row | row | ... ]  fp32, whole during backward
-//     master  [ shard ]            fp32; the same memory as param when the model is fp32
-//     state   [ shard ] x n        fp32, one per state of the optimizer
+//     param  [ shard 0 | shard 1 | ... | shard N-1 ]   model's dtype
+//     grad   [ shard 0 | shard 1 | ... | shard N-1 ]   fp32
+//     master, states: the elements that this rank updates: its shard (stage >= 1) or all of them (stage 0)
 //
-// With a group of one rank the shard is the whole, the gathered buffer is the shard itself, and a gather moves nothing;
-// stages then differ in name only. That is the same path, not another one.
+// Which unit comes next needs no tracing: the program of an update is known, so the list of uses is, too (use_list). The
+// cursor is where the run is in it. Gathers look ahead of the cursor; a buffer is taken from the unit whose next use is
+// furthest (Belady 1966), which keeps the last blocks of forward for the first of backward.
+//
+// Stages differ in the size of shards and in which buffers are shared, not in functions; with one rank every gather is
+// void. Gathers and reductions run on streams of their own, next to the computation; the host never waits for them.
 //
 // Invariants:
 //  1. A unit IN_USE is never evicted; uses nest (the head uses the embedding's table when they are tied).
-//  2. A gathered buffer is valid only while its version is the version of the weights.
-//  3. A gradient row is overwritten by its first writer of an update and added to by the later ones; rows that share
-//     storage share that state.
-//  4. Padding (between rows, and of the vocabulary) is zero in every buffer, for ever.
+//  2. Every rank starts the same gathers and reductions in the same order: the decisions depend on the list, the cursor
+//     and sizes only, which are the same everywhere.
+//  3. A whole buffer is valid only while its version is the version of the weights.
+//  4. A buffer is filled again only after its last reader: gathers wait for UnitState.released, gradients for
+//     UnitState.reduced and GradBuffer.reduced.
+//  5. Gathered elements of blocks never exceed stage3_max_live_parameters, unless two blocks alone do.
+//  6. A gradient row is overwritten by its first writer and added to by the later ones; rows that share storage share
+//     that state. From stage 2 on, each micro-batch begins anew, since its sum has left for the shard.
+//  7. Each element counts once in the norm: a rank sums the squares of its own shard, at every stage.
+//  8. Padding (between rows, of the vocabulary, at the end of the last shard) is zero in every buffer, for ever.
 // Read next: acts.cu.
 #pragma once
 #include "model.cu"
 #include "runtime/comm.h"
 
 enum { ZERO_STATES_MAX = 2 };
+// Beyond this many elements a longer message is not faster (NCCL's bandwidth levels off near 64 MB), so buckets need not grow.
+enum { BUCKET_ENOUGH_NUMEL = 16 << 20 };
 
-typedef enum { UNIT_SHARDED, UNIT_GATHERED, UNIT_IN_USE } UnitStatus;
+typedef enum { UNIT_SHARDED, UNIT_GATHERING, UNIT_GATHERED, UNIT_IN_USE } UnitStatus;
 
 typedef struct {
     UnitStatus status;
     int64_t version;      // of the weights in `param`
     int uses;             // nested fetches
-    void *param;          // (numel) whole, model's dtype
-    float *grad;          // (numel) whole, fp32
-    int64_t shard_numel;  // elements of a rank's shard; the last rank's ends in padding
-    void *param_shard;    // (shard_numel) inside param
-    float *master;        // (shard_numel)
-    float *grad_shard;    // (shard_numel) inside grad
-    float *state[ZERO_STATES_MAX]; // (shard_numel)
+    bool dedicated;       // `param` is the unit's own for ever; otherwise it comes from the pool
+    int64_t shard_numel;  // elements of a rank's shard
+    int64_t whole;        // shard_numel * ranks
+    int64_t update_first, update_numel; // elements of the unit that this rank updates
+    void *param;          // (whole) model's dtype; null while the unit is sharded and has no buffer
+    void *param_shard;    // (shard_numel) inside `param`, or at stage 3 of its own
+    float *master;        // (update_numel) fp32; the same memory as the weights when the model is fp32
+    float *state[ZERO_STATES_MAX]; // (update_numel) fp32
+    float *grad;          // (whole) fp32; from stage 2 on only between grad_begin and the end of the reduction
+    float *grad_shard;    // (shard_numel) fp32 inside `grad`, or from stage 2 on of its own
+    int grad_buffer;      // which one of grad_pool `grad` is, or -1
+    bool shard_written;   // grad_shard holds the sum of some micro-batches of this update
+    Event gathered;       // recorded on the gather stream
+    Event released;       // recorded on the compute stream at the last zero_release
+    Event reduced;        // recorded on the reduce stream when a dedicated `grad` may be written again
 } UnitState;
+
+// Room for the weights, or for the gradient, of any block: blocks take turns.
+typedef struct {
+    void *data;
+    int unit;             // whose weights it holds, or -1
+} ParamBuffer;
+
+typedef struct {
+    float *data;
+    Event reduced;        // its last reduction is done: it may be written again
+} GradBuffer;
 
 typedef struct {
     int stage;
-    Group group;
+    int64_t reduce_bucket_size, prefetch_bucket_size, max_live_parameters, max_reuse_distance, param_persistence_threshold; // elements
+    bool overlap_comm;
+} ZeroOptions;
+
+typedef struct {
+    ZeroOptions opt;
+    Group gather_group, reduce_group; // the same ranks, as two channels: gathers and reductions may be in flight together
     const Model *model;
-    Stream stream;
+    Stream stream, gather_stream, reduce_stream;
+    Event computed;        // scratch: orders one stream behind another
     int n_states;
-    UnitState *unit;      // by unit
-    bool *grad_written;   // by row: some micro-batch of this update has written its gradient
+    bool with_gradients;
+    UnitState *unit;       // by unit
+    bool *grad_written;    // by row, see invariant 6
     bool last_micro_batch;
-    int64_t version;      // of the weights: grows with every update
-    int64_t param_bytes, grad_bytes, master_bytes, state_bytes; // on this rank, for the start-up table
+    int64_t version;       // of the weights: grows with every update
+    // The list of uses: units in the order in which the program will fetch them, over and over.
+    const int *use_list;
+    int n_uses, cursor;
+    // Buffers that blocks share at stage 3, and gradients from stage 2 on.
+    ParamBuffer *param_pool;
+    int n_param_pool;
+    GradBuffer *grad_pool;
+    int n_grad_pool, next_grad_buffer;
+    // Units whose gradient is written and whose reduction has not started: a bucket
+    int *bucket;
+    int n_bucket;
+    int64_t bucket_numel;
+    float *staging;        // (whole of the largest unit) for tensors on their way in or out; made when first needed
+    float *reduce_scratch; // (reduce_scratch_numel) where later micro-batches are reduced to before they are added
+    int64_t reduce_scratch_numel;
+    // On this rank, for the start-up table
+    int64_t param_bytes, grad_bytes, master_bytes, state_bytes, buffer_bytes;
 } Zero;
 
-static void zero_init(Zero *z, const Model *m, int stage, Group group, int n_states, bool with_gradients) {
-    memset(z, 0, sizeof *z);
-    CHECK(n_states <= ZERO_STATES_MAX, "%d optimizer states", n_states);
-    z->stage = stage;
-    z->group = group;
-    z->model = m;
-    z->stream = m->stream;
-    z->n_states = with_gradients ? n_states : 0;
-    z->unit = (UnitState *)host_alloc(sizeof(UnitState) * (size_t)m->table.n_units);
-    z->grad_written = (bool *)host_alloc(sizeof(bool) * (size_t)m->table.n_rows);
-    for (int u = 0; u < m->table.n_units; u++) {
-        UnitState *s = &z->unit[u];
-        s->shard_numel = ceil_div(m->table.unit[u].numel, group.size);
-        int64_t whole = s->shard_numel * group.size, first = s->shard_numel * group.rank, element = dtype_bytes(m->dtype);
-        s->param = device_malloc(whole * element);
-        s->param_shard = (char *)s->param + first * element;
-        device_memset(s->param, 0, whole * element, z->stream); // invariant 4
-        z->param_bytes += whole * element;
-        if (m->dtype == DTYPE_FP32) s->master = (float *)s->param_shard;
-        else {
-            s->master = (float *)device_malloc(s->shard_numel * 4);
-            device_memset(s->master, 0, s->shard_numel * 4, z->stream);
-            z->master_bytes += s->shard_numel * 4;
-        }
-        if (with_gradients) {
-            s->grad = (float *)device_malloc(whole * 4);
-            s->grad_shard = s->grad + first;
-            device_memset(s->grad, 0, whole * 4, z->stream);
-            z->grad_bytes += whole * 4;
-        }
-        for (int i = 0; i < z->n_states; i++) {
-            s->state[i] = (float *)device_malloc(s->shard_numel * 4);
-            device_memset(s->state[i], 0, s->shard_numel * 4, z->stream);
-            z->state_bytes += s->shard_numel * 4;
-        }
+// ---------------------------------------------------------------------------------------------------------------
+// Setting up
+
+static void *zero_alloc(Zero *z, int64_t bytes, int64_t *counter) {
+    void *p = device_malloc(max_i64(bytes, 1));
+    device_memset(p, 0, bytes, z->stream); // invariant 8
+    *counter += bytes;
+    return p;
+}
+
+static bool zero_shards_params(const Zero *z) { return z->opt.stage >= 3 && z->gather_group.size > 1; }
+static bool zero_shards_grads(const Zero *z) { return z->opt.stage >= 2 && z->reduce_group.size > 1; }
+static bool zero_shards_updates(const Zero *z) { return z->opt.stage >= 1; }
+
+static void zero_init_unit(Zero *z, int u) {
+    const Model *m = z->model;
+    UnitState *s = &z->unit[u];
+    int size = z->gather_group.size, rank = z->gather_group.rank;
+    int64_t element = dtype_bytes(m->dtype);
+    s->shard_numel = round_up(ceil_div(m->table.unit[u].numel, size), ROW_ALIGN);
+    s->whole = s->shard_numel * size;
+    s->update_first = zero_shards_updates(z) ? s->shard_numel * rank : 0;
+    s->update_numel = zero_shards_updates(z) ? s->shard_numel : s->whole;
+    // The embedding is needed at both ends of a micro-batch and, when tied, in the middle: it stays. So do small units.
+    s->dedicated = !zero_shards_params(z) || m->table.unit[u].kind != UNIT_BLOCK || s->whole < z->opt.param_persistence_threshold;
+    s->grad_buffer = -1;
+    s->gathered = event_create();
+    s->released = event_create();
+    s->reduced = event_create();
+    if (s->dedicated) s->param = zero_alloc(z, s->whole * element, zero_shards_params(z) ? &z->buffer_bytes : &z->param_bytes);
+    s->param_shard = zero_shards_params(z) ? zero_alloc(z, s->shard_numel * element, &z->param_bytes) : (char *)s->param + s->shard_numel * rank * element;
+    if (m->dtype == DTYPE_FP32) s->master = (float *)(zero_shards_params(z) ? s->param_shard : (char *)s->param + s->update_first * element);
+    else s->master = (float *)zero_alloc(z, s->update_numel * 4, &z->master_bytes);
+    for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)zero_alloc(z, s->update_numel * 4, &z->state_bytes);
+    if (!z->with_gradients) return;
+    if (zero_shards_grads(z)) s->grad_shard = (float *)zero_alloc(z, s->shard_numel * 4, &z->grad_bytes);
+    else {
+        s->grad = (float *)zero_alloc(z, s->whole * 4, &z->grad_bytes);
+        s->grad_shard = s->grad + s->shard_numel * rank;
     }
 }
 
+// Shared buffers: as many whole blocks as the options allow, at least two, so that one can be filled while the other is read.
+static void zero_init_pools(Zero *z) {
+    const ParamTable *table = &z->model->table;
+    int64_t block = 0, largest = 0, bucket_limit = min_i64(z->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL);
+    int n_blocks = 0;
+    for (int u = 0; u < table->n_units; u++) {
+        largest = max_i64(largest, z->unit[u].whole);
+        if (table->unit[u].kind != UNIT_BLOCK) continue;
+        n_blocks++;
+        block = max_i64(block, z->unit[u].whole);
+    }
+    z->bucket = (int *)host_alloc(sizeof(int) * (size_t)table->n_units);
+    if (zero_shards_params(z) && !z->unit[1].dedicated) {
+        z->n_param_pool = (int)min_i64(n_blocks, max_i64(2, z->opt.max_live_parameters / block));
+        z->param_pool = (ParamBuffer *)host_alloc(sizeof(ParamBuffer) * (size_t)z->n_param_pool);
+        for (int i = 0; i < z->n_param_pool; i++) {
+            z->param_pool[i].data = zero_alloc(z, block * dtype_bytes(z->model->dtype), &z->buffer_bytes);
+            z->param_pool[i].unit = -1;
+        }
+    }
+    if (!z->with_gradients || !zero_shards_grads(z)) return;
+    // A bucket of blocks that waits, and one more to write meanwhile.
+    z->n_grad_pool = (int)min_i64(n_blocks, max_i64(1, bucket_limit / block) + 1);
+    z->grad_pool = (GradBuffer *)host_alloc(sizeof(GradBuffer) * (size_t)z->n_grad_pool);
+    for (int i = 0; i < z->n_grad_pool; i++) {
+        z->grad_pool[i].data = (float *)zero_alloc(z, block * 4, &z->buffer_bytes);
+        z->grad_pool[i].reduced = event_create();
+        event_record(z->grad_pool[i].reduced, z->reduce_stream);
+    }
+    for (int u = 0; u < table->n_units; u++)
+        if (table->unit[u].kind != UNIT_BLOCK) z->unit[u].grad = (float *)zero_alloc(z, z->unit[u].whole * 4, &z->buffer_bytes);
+    z->reduce_scratch_numel = (bucket_limit + largest) / z->reduce_group.size;
+    z->reduce_scratch = (float *)zero_alloc(z, z->reduce_scratch_numel * 4, &z->buffer_bytes);
+}
+
+// gather_group and reduce_group hold the same ranks. n_states: of the optimizer, 0 without gradients.
+static void zero_init(Zero *z, const Model *m, ZeroOptions opt, Group gather_group, Group reduce_group, int n_states, bool with_gradients) {
+    memset(z, 0, sizeof *z);
+    CHECK(n_states <= ZERO_STATES_MAX, "%d optimizer states", n_states);
+    CHECK(gather_group.size == reduce_group.size && gather_group.rank == reduce_group.rank, "groups of %d and %d ranks", gather_group.size, reduce_group.size);
+    z->opt = opt;
+    z->gather_group = gather_group;
+    z->reduce_group = reduce_group;
+    z->model = m;
+    z->stream = m->stream;
+    z->gather_stream = opt.overlap_comm ? stream_create() : m->stream;
+    z->reduce_stream = opt.overlap_comm ? stream_create() : m->stream;
+    z->computed = event_create();
+    z->n_states = with_gradients ? n_states : 0;
+    z->with_gradients = with_gradients;
+    z->unit = (UnitState *)host_alloc(sizeof(UnitState) * (size_t)m->table.n_units);
+    z->grad_written = (bool *)host_alloc(sizeof(bool) * (size_t)m->table.n_rows);
+    for (int u = 0; u < m->table.n_units; u++) zero_init_unit(z, u);
+    zero_init_pools(z);
+    stream_sync(z->stream); // the zeros are there before another stream writes
+}
+
 static void zero_free(Zero *z) {
+    stream_sync(z->stream);
+    stream_sync(z->gather_stream);
+    stream_sync(z->reduce_stream);
     for (int u = 0; u < z->model->table.n_units; u++) {
         UnitState *s = &z->unit[u];
-        if (s->master != s->param_shard) device_free(s->master);
-        device_free(s->param);
-        device_free(s->grad);
+        if (z->model->dtype != DTYPE_FP32) device_free(s->master);
+        if (zero_shards_params(z)) device_free(s->param_shard);
+        if (s->dedicated) device_free(s->param);
+        if (zero_shards_grads(z)) device_free(s->grad_shard);
+        if (s->grad_buffer < 0) device_free(s->grad);
         for (int i = 0; i < z->n_states; i++) device_free(s->state[i]);
+        event_destroy(s->gathered);
+        event_destroy(s->released);
+        event_destroy(s->reduced);
     }
+    for (int i = 0; i < z->n_param_pool; i++) device_free(z->param_pool[i].data);
+    for (int i = 0; i < z->n_grad_pool; i++) {
+        device_free(z->grad_pool[i].data);
+        event_destroy(z->grad_pool[i].reduced);
+    }
+    device_free(z->reduce_scratch);
+    device_free(z->staging);
+    if (z->opt.overlap_comm) {
+        stream_destroy(z->gather_stream);
+        stream_destroy(z->reduce_stream);
+    }
+    event_destroy(z->computed);
+    free(z->param_pool);
+    free(z->grad_pool);
+    free(z->bucket);
     free(z->unit);
     free(z->grad_written);
 }
 
+// The units that the program will fetch, in this order and then over again. The list stays the caller's. Without a list
+// (n_uses 0) fetches may come in any order, and nothing is gathered ahead.
+static void zero_set_uses(Zero *z, const int *use, int n_uses) {
+    z->use_list = use;
+    z->n_uses = n_uses;
+    z->cursor = 0;
+}
+
 // ---------------------------------------------------------------------------------------------------------------
-// The verbs
+// Gathering weights
+
+static int zero_use_at(const Zero *z, int64_t position) { return z->use_list[position % z->n_uses]; }
+
+// Elements of other units that are used before `unit` is used again; INT64_MAX if it is not in the list.
+static int64_t zero_reuse_distance(const Zero *z, int unit) {
+    int64_t elements = 0;
+    for (int i = 0; i < z->n_uses; i++) {
+        int u = zero_use_at(z, z->cursor + i);
+        if (u == unit) return elements;
+        elements += z->unit[u].whole;
+    }
+    return INT64_MAX;
+}
+
+static void zero_evict(Zero *z, ParamBuffer *b) {
+    UnitState *s = &z->unit[b->unit];
+    CHECK(s->uses == 0 && s->status != UNIT_IN_USE, "unit %d is in use", b->unit);
+    s->param = NULL;
+    s->status = UNIT_SHARDED;
+    b->unit = -1;
+}
+
+// A buffer for a block that is to be gathered, or null. A buffer that holds current weights is given up only for a use that
+// comes earlier than its own.
+static ParamBuffer *zero_take_buffer(Zero *z, int64_t distance) {
+    ParamBuffer *furthest = NULL;
+    int64_t furthest_distance = distance;
+    for (int i = 0; i < z->n_param_pool; i++) {
+        ParamBuffer *b = &z->param_pool[i];
+        if (b->unit < 0) return b;
+        const UnitState *s = &z->unit[b->unit];
+        if (s->uses > 0) continue;
+        int64_t d = s->version == z->version ? zero_reuse_distance(z, b->unit) : INT64_MAX;
+        if (d > furthest_distance) furthest = b, furthest_distance = d;
+    }
+    return furthest;
+}
+
+// Enqueues the gather of a unit whose copy is missing or stale. False if there is no buffer for it now.
+static bool gather_start(Zero *z, int unit, int64_t distance) {
+    UnitState *s = &z->unit[unit];
+    CHECK(s->uses == 0, "unit %d changed while in use", unit);
+    if (!s->param) {
+        ParamBuffer *b = zero_take_buffer(z, distance);
+        if (!b) return false;
+        if (b->unit >= 0) {
+            stream_wait_event(z->gather_stream, z->unit[b->unit].released); // invariant 4
+            zero_evict(z, b);
+        }
+        b->unit = unit;
+        s->param = b->data;
+    }
+    comm_all_gather(z->gather_group, s->param, s->param_shard, s->shard_numel, z->model->dtype, z->gather_stream);
+    event_record(s->gathered, z->gather_stream);
+    s->version = z->version;
+    s->status = UNIT_GATHERING;
+    return true;
+}
+
+static bool zero_is_current(const Zero *z, int unit) { return z->unit[unit].status != UNIT_SHARDED && z->unit[unit].version == z->version; }
+
+// Starts the gathers that come next: those of the units that begin within prefetch_bucket_size elements of the cursor,
+// stopping at the first that has no buffer, so that a nearer unit never waits behind a further one.
+static void zero_prefetch(Zero *z) {
+    int64_t ahead = 0;
+    for (int i = 0; i < z->n_uses && ahead < z->opt.prefetch_bucket_size; i++) {
+        int u = zero_use_at(z, z->cursor + i);
+        ahead += z->unit[u].whole;
+        if (!zero_is_current(z, u) && !gather_start(z, u, zero_reuse_distance(z, u))) return;
+    }
+}
 
 static void zero_use(Zero *z, int unit) {
     UnitState *s = &z->unit[unit];
-    if (s->status == UNIT_SHARDED || s->version != z->version) {
-        CHECK(s->uses == 0, "unit %d changed while in use", unit);
-        comm_all_gather(z->group, s->param, s->param_shard, s->shard_numel, z->model->dtype, z->stream);
-        s->version = z->version;
-    }
+    CHECK(z->n_uses == 0 || zero_use_at(z, z->cursor) == unit, "unit %d is fetched where the program says %d", unit, zero_use_at(z, z->cursor));
+    if (z->n_uses) z->cursor = (z->cursor + 1) % z->n_uses;
+    // A nested use finds the unit current: weights change only between updates.
+    if (!zero_is_current(z, unit)) CHECK(gather_start(z, unit, -1), "no buffer for unit %d", unit);
+    if (s->status == UNIT_GATHERING) stream_wait_event(z->stream, s->gathered);
     s->status = UNIT_IN_USE;
     s->uses++;
 }
@@ -132,8 +361,20 @@ static void zero_use(Zero *z, int unit) {
 static void zero_unuse(Zero *z, int unit) {
     UnitState *s = &z->unit[unit];
     CHECK(s->status == UNIT_IN_USE && s->uses > 0, "unit %d released without a fetch", unit);
-    if (--s->uses == 0) s->status = UNIT_GATHERED;
+    if (--s->uses > 0) return;
+    s->status = UNIT_GATHERED;
+    if (s->dedicated) return;
+    event_record(s->released, z->stream);
+    if (zero_reuse_distance(z, unit) <= z->opt.max_reuse_distance) return;
+    for (int i = 0; i < z->n_param_pool; i++)
+        if (z->param_pool[i].unit == unit) {
+            stream_wait_event(z->gather_stream, s->released); // whoever takes the buffer finds it free
+            zero_evict(z, &z->param_pool[i]);
+        }
 }
+
+// ---------------------------------------------------------------------------------------------------------------
+// The verbs: weights
 
 // The row that stores row i.
 static int zero_storage_row(const Zero *z, int row) {
@@ -141,15 +382,25 @@ static int zero_storage_row(const Zero *z, int row) {
     return tied >= 0 ? tied : row;
 }
 
+// Units that a unit's weights come from, itself first: its own rows, then those that it is tied to.
+static int zero_units_of(const ParamTable *table, int unit, int units[2]) {
+    int n = 0;
+    units[n++] = unit;
+    for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++)
+        if (table->row[i].tied_to >= 0) units[n++] = table->row[table->row[i].tied_to].unit;
+    return n;
+}
+
 // Weights of a unit; rows that are tied to another unit's come from there. Valid until zero_release.
 static Weights zero_fetch(Zero *z, int unit) {
     const ParamTable *table = &z->model->table;
+    int units[2], n = zero_units_of(table, unit, units);
     Weights w;
     memset(&w, 0, sizeof w);
-    zero_use(z, unit);
+    for (int i = 0; i < n; i++) zero_use(z, units[i]);
+    if (z->n_uses) zero_prefetch(z);
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
         const ParamDesc *stored = &table->row[zero_storage_row(z, i)];
-        if (stored->unit != unit) zero_use(z, stored->unit);
         char *at = (char *)z->unit[stored->unit].param + stored->offset * dtype_bytes(z->model->dtype);
         w.t[table->row[i].role] = tensor_make(at, z->model->dtype, stored->ndim, stored->padded_rows, stored->shape[1], 1, 1);
     }
@@ -157,24 +408,46 @@ static Weights zero_fetch(Zero *z, int unit) {
 }
 
 static void zero_release(Zero *z, int unit) {
-    const ParamTable *table = &z->model->table;
-    zero_unuse(z, unit);
-    for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
-        int owner = table->row[zero_storage_row(z, i)].unit;
-        if (owner != unit) zero_unuse(z, owner);
-    }
+    int units[2], n = zero_units_of(&z->model->table, unit, units);
+    for (int i = 0; i < n; i++) zero_unuse(z, units[i]);
 }
+
+// The optimizer, or a load, has written new weights into the shards on the compute stream: whole copies are stale, but at
+// stage 0, where every rank has written all of them.
+static void zero_weights_changed(Zero *z) {
+    z->version++;
+    if (!zero_shards_updates(z) || z->gather_group.size == 1) {
+        for (int u = 0; u < z->model->table.n_units; u++) z->unit[u].version = z->version, z->unit[u].status = UNIT_GATHERED;
+        return;
+    }
+    event_record(z->computed, z->stream);
+    stream_wait_event(z->gather_stream, z->computed); // gathers read what the optimizer writes
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The verbs: gradients
 
 // A new update begins: all gradients count as empty.
 static void zero_begin_step(Zero *z) {
     memset(z->grad_written, 0, sizeof(bool) * (size_t)z->model->table.n_rows);
+    for (int u = 0; u < z->model->table.n_units; u++) z->unit[u].shard_written = false;
     z->last_micro_batch = false;
+    CHECK(z->cursor == 0, "the last program ended at use %d of %d", z->cursor, z->n_uses);
 }
 
 static Grads zero_grad_begin(Zero *z, int unit) {
     const ParamTable *table = &z->model->table;
+    UnitState *s = &z->unit[unit];
     Grads g;
     memset(&g, 0, sizeof g);
+    int units[2], n = zero_units_of(table, unit, units);
+    for (int i = 0; i < n && zero_shards_grads(z); i++) stream_wait_event(z->stream, z->unit[units[i]].reduced); // invariant 4
+    if (!s->grad) { // blocks take turns
+        s->grad_buffer = z->next_grad_buffer;
+        z->next_grad_buffer = (z->next_grad_buffer + 1) % z->n_grad_pool;
+        s->grad = z->grad_pool[s->grad_buffer].data;
+        stream_wait_event(z->stream, z->grad_pool[s->grad_buffer].reduced); // invariant 4
+    }
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
         int storage = zero_storage_row(z, i), role = table->row[i].role;
         const ParamDesc *stored = &table->row[storage];
@@ -184,49 +457,132 @@ static Grads zero_grad_begin(Zero *z, int unit) {
     return g;
 }
 
-static void zero_grad_end(Zero *z, int unit) {
-    const ParamTable *table = &z->model->table;
-    for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++)
-        z->grad_written[zero_storage_row(z, i)] = true;
-    // Backward visits units in descending order and tied rows point downwards, so a unit's own visit is the last write.
-    if (z->last_micro_batch)
-        comm_reduce_scatter(z->group, z->unit[unit].grad_shard, z->unit[unit].grad, z->unit[unit].shard_numel, DTYPE_FP32, z->stream);
+// Reduces the units of the bucket to their shards, on the reduce stream.
+static void zero_reduce_bucket(Zero *z) {
+    if (z->n_bucket == 0) return;
+    event_record(z->computed, z->stream);
+    stream_wait_event(z->reduce_stream, z->computed); // the gradients are written
+    float *scratch = z->reduce_scratch;
+    comm_batch_begin();
+    for (int i = 0; i < z->n_bucket; i++) {
+        UnitState *s = &z->unit[z->bucket[i]];
+        bool add = zero_shards_grads(z) && s->shard_written;
+        comm_reduce_scatter(z->reduce_group, add ? scratch : s->grad_shard, s->grad, s->shard_numel, DTYPE_FP32, z->reduce_stream);
+        if (add) scratch += s->shard_numel;
+    }
+    comm_batch_end();
+    if (z->opt.stage == 0) { // every rank updates everything
+        comm_batch_begin();
+        for (int i = 0; i < z->n_bucket; i++) {
+            UnitState *s = &z->unit[z->bucket[i]];
+            comm_all_gather(z->reduce_group, s->grad, s->grad_shard, s->shard_numel, DTYPE_FP32, z->reduce_stream);
+        }
+        comm_batch_end();
+    }
+    if (scratch != z->reduce_scratch) {
+        // Kernels of the CPU backend run when they are called: the sums must be there. On a GPU a stream waits for itself at no cost.
+        event_record(z->computed, z->reduce_stream);
+        stream_wait_event(z->reduce_stream, z->computed);
+    }
+    scratch = z->reduce_scratch;
+    for (int i = 0; i < z->n_bucket; i++) {
+        UnitState *s = &z->unit[z->bucket[i]];
+        if (zero_shards_grads(z) && s->shard_written) {
+            add_inplace(tensor1(s->grad_shard, DTYPE_FP32, s->shard_numel), tensor1(scratch, DTYPE_FP32, s->shard_numel), z->reduce_stream);
+            scratch += s->shard_numel;
+        }
+        s->shard_written = true;
+        event_record(s->reduced, z->reduce_stream);
+        if (s->grad_buffer < 0) continue;
+        event_record(z->grad_pool[s->grad_buffer].reduced, z->reduce_stream);
+        s->grad_buffer = -1;
+        s->grad = NULL;
+    }
+    z->n_bucket = 0;
+    z->bucket_numel = 0;
 }
 
-// The optimizer has written new weights into the shards: gathered copies are stale.
-static void zero_weights_changed(Zero *z) { z->version++; }
+static void zero_grad_end(Zero *z, int unit) {
+    const ParamTable *table = &z->model->table;
+    bool each = zero_shards_grads(z); // the whole gradient is not kept: every micro-batch is reduced
+    for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
+        if (table->row[i].tied_to >= 0) z->grad_written[table->row[i].tied_to] = true; // its owner, visited later, adds to it
+        else z->grad_written[i] = !each;
+    }
+    if (!each && !z->last_micro_batch) return;
+    if (z->reduce_group.size == 1) return; // the shard is the whole
+    // A bucket: as many units as fit, at least one; no more than wait while another is written.
+    int64_t limit = min_i64(z->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL);
+    if (z->n_bucket > 0 && (z->bucket_numel + z->unit[unit].whole > limit || (each && z->n_bucket + 1 >= z->n_grad_pool))) zero_reduce_bucket(z);
+    z->bucket[z->n_bucket++] = unit;
+    z->bucket_numel += z->unit[unit].whole;
+    if (z->bucket_numel >= limit || unit == 0) zero_reduce_bucket(z); // the embedding is a micro-batch's last
+}
+
+// After the last micro-batch: the compute stream goes on when all sums have arrived.
+static void zero_finish_grads(Zero *z) {
+    CHECK(z->n_bucket == 0, "%d units were not reduced", z->n_bucket);
+    if (z->reduce_group.size == 1) return;
+    event_record(z->computed, z->reduce_stream);
+    stream_wait_event(z->stream, z->computed);
+}
 
 // ---------------------------------------------------------------------------------------------------------------
-// Tensors seen from outside: checkpoints, import, export and tests read and write whole tensors by row.
+// Tensors seen from outside: checkpoints, import, export and tests read and write whole tensors by row. All ranks of the
+// group make the same calls; see zero_serve for callers that run on one rank only.
 
 // What a row's values are read from or written to.
 typedef enum { STATE_MASTER, STATE_OPTIMIZER_0, STATE_OPTIMIZER_1, STATE_GRAD } StateKind;
 
-static float *zero_state_at(const Zero *z, int row, StateKind kind) {
-    const ParamDesc *r = &z->model->table.row[row];
+// The elements of a row that this rank updates, as a range of the row without its padding; empty if last <= first.
+static void zero_row_range(const Zero *z, const ParamDesc *r, int64_t *first, int64_t *last) {
     const UnitState *s = &z->unit[r->unit];
-    CHECK(r->tied_to < 0, "row %s has no storage of its own", r->name);
-    float *base = kind == STATE_MASTER ? s->master : kind == STATE_GRAD ? s->grad_shard : s->state[kind - STATE_OPTIMIZER_0];
-    CHECK(base, "state %d is not there", (int)kind);
-    return base + r->offset;
+    *first = max_i64(0, s->update_first - r->offset);
+    *last = min_i64(param_numel(r), s->update_first + s->update_numel - r->offset);
 }
 
 // values = the (shape[0], shape[1]) tensor, without padding, in host memory.
-static void zero_tensor_read(const Zero *z, int row, StateKind kind, float *values) {
-    device_copy(values, zero_state_at(z, row, kind), param_numel(&z->model->table.row[row]) * 4, COPY_TO_HOST, z->stream);
+static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
+    const ParamDesc *r = &z->model->table.row[row];
+    const UnitState *s = &z->unit[r->unit];
+    CHECK(r->tied_to < 0, "row %s has no storage of its own", r->name);
+    const float *part = kind == STATE_MASTER ? s->master : kind == STATE_GRAD ? s->grad_shard : s->state[kind - STATE_OPTIMIZER_0], *whole = part;
+    CHECK(part, "state %d is not there", (int)kind);
+    if (z->gather_group.size > 1 && (zero_shards_updates(z) || kind == STATE_GRAD)) {
+        if (!z->staging) {
+            int64_t largest = 0;
+            for (int u = 0; u < z->model->table.n_units; u++) largest = max_i64(largest, z->unit[u].whole);
+            z->staging = (float *)device_malloc(largest * 4);
+        }
+        event_record(z->computed, z->gather_stream);
+        stream_wait_event(z->stream, z->computed); // the group's channel is free
+        comm_all_gather(z->gather_group, z->staging, part, s->shard_numel, DTYPE_FP32, z->stream);
+        event_record(z->computed, z->stream);
+        stream_wait_event(z->gather_stream, z->computed);
+        whole = z->staging;
+    }
+    device_copy(values, whole + r->offset, param_numel(r) * 4, COPY_TO_HOST, z->stream);
     stream_sync(z->stream);
 }
 
-// The mirror; writing the masters also rounds them into the weights that the model computes with.
+// The mirror; `values` are the same on every rank. Writing the masters also rounds them into the weights.
 static void zero_tensor_write(Zero *z, int row, StateKind kind, const float *values) {
     const ParamDesc *r = &z->model->table.row[row];
-    float *at = zero_state_at(z, row, kind);
-    device_copy(at, values, param_numel(r) * 4, COPY_TO_DEVICE, z->stream);
-    if (kind == STATE_MASTER && z->model->dtype != DTYPE_FP32) {
-        char *param = (char *)z->unit[r->unit].param_shard + r->offset * dtype_bytes(z->model->dtype);
-        convert(tensor1(param, z->model->dtype, param_numel(r)), tensor1(at, DTYPE_FP32, param_numel(r)), z->stream);
+    const UnitState *s = &z->unit[r->unit];
+    float *part = kind == STATE_MASTER ? s->master : s->state[kind - STATE_OPTIMIZER_0];
+    int64_t first, last;
+    CHECK(r->tied_to < 0 && kind != STATE_GRAD && part, "row %s, state %d is not there", r->name, (int)kind);
+    zero_row_range(z, r, &first, &last);
+    if (first < last) {
+        int64_t n = last - first, element = dtype_bytes(z->model->dtype);
+        float *at = part + (r->offset + first - s->update_first);
+        device_copy(at, values + first, n * 4, COPY_TO_DEVICE, z->stream);
+        if (kind == STATE_MASTER && z->model->dtype != DTYPE_FP32) {
+            char *param = (char *)s->param_shard + (r->offset + first - s->shard_numel * z->gather_group.rank) * element;
+            convert(tensor1(param, z->model->dtype, n), tensor1(at, DTYPE_FP32, n), z->stream);
+        }
+        stream_sync(z->stream); // the caller's memory may go
     }
-    stream_sync(z->stream); // the caller's memory may go
     if (kind == STATE_MASTER) zero_weights_changed(z);
 }
 
@@ -236,11 +592,53 @@ static void zero_init_weights(Zero *z, uint64_t seed) {
     for (int i = 0; i < table->n_rows; i++) {
         const ParamDesc *r = &table->row[i];
         if (r->tied_to >= 0) continue;
-        int64_t n = param_numel(r);
+        int64_t n = param_numel(r), first, last;
         float *values = (float *)host_alloc((size_t)n * 4);
+        zero_row_range(z, r, &first, &last);
 #pragma omp parallel for schedule(static)
-        for (int64_t k = 0; k < n; k++) values[k] = param_initial_value(r, seed, k);
+        for (int64_t k = first; k < last; k++) values[k] = param_initial_value(r, seed, k);
         zero_tensor_write(z, i, STATE_MASTER, values);
+        free(values);
+    }
+}
+
+// Files are read and written by rank 0. It asks, by zero_ask_*, and the others answer in zero_serve until it says that it
+// is done; so the file code need not know how many ranks there are.
+typedef enum { ASK_DONE, ASK_READ, ASK_WRITE } AskKind;
+
+typedef struct {
+    int32_t ask, row, kind; // AskKind, row, StateKind
+} Ask;
+
+static void zero_ask(AskKind kind, int row, int state) {
+    Ask a = {(int32_t)kind, (int32_t)row, (int32_t)state};
+    comm_host_broadcast(&a, sizeof a, 0);
+}
+
+static void zero_ask_read(void *zero, int row, int kind, float *values) {
+    zero_ask(ASK_READ, row, kind);
+    zero_tensor_read((Zero *)zero, row, (StateKind)kind, values);
+}
+
+static void zero_ask_write(void *zero, int row, int kind, const float *values) {
+    Zero *z = (Zero *)zero;
+    zero_ask(ASK_WRITE, row, kind);
+    comm_host_broadcast((void *)values, param_numel(&z->model->table.row[row]) * 4, 0);
+    zero_tensor_write(z, row, (StateKind)kind, values);
+}
+
+static void zero_serve(Zero *z) {
+    for (;;) {
+        Ask a;
+        comm_host_broadcast(&a, sizeof a, 0);
+        if (a.ask == ASK_DONE) return;
+        int64_t bytes = param_numel(&z->model->table.row[a.row]) * 4;
+        float *values = (float *)host_alloc((size_t)bytes);
+        if (a.ask == ASK_READ) zero_tensor_read(z, a.row, (StateKind)a.kind, values);
+        else {
+            comm_host_broadcast(values, bytes, 0);
+            zero_tensor_write(z, a.row, (StateKind)a.kind, values);
+        }
         free(values);
     }
 }

@@ -74,6 +74,9 @@ void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream
 // dst[i] = src[i], rounded to dst's dtype (nearest, ties to even). Any pair of dtypes; same number of elements.
 void convert(Tensor dst, Tensor src, Stream stream);
 
+// y[i] += x[i]. y, x f32.
+void add_inplace(Tensor y, Tensor x, Stream stream);
+
 // t[i] = value.
 void fill(Tensor t, float value, Stream stream);
 

@@ -827,6 +827,16 @@ static void call_convert(KernelCase *c, bool backend, Stream stream) {
 }
 static const Kernel kernel_convert = {"convert", setup_convert, reference_convert, call_convert, flat_shapes};
 
+static void setup_add_inplace(KernelCase *c) {
+    operand_add(c, "y", ROLE_INOUT, DTYPE_FP32, c->s.C, 0, 0, 0, 1);
+    operand_add(c, "x", ROLE_IN, DTYPE_FP32, c->s.C, 0, 0, 0, 1);
+}
+static void reference_add_inplace(KernelCase *c) {
+    for (int64_t i = 0; i < c->s.C; i++) want_of(c, "y")[i] = value_of(c, "y")[i] + value_of(c, "x")[i];
+}
+static void call_add_inplace(KernelCase *c, bool backend, Stream stream) { KERNEL_CALL(add_inplace, tensor_of(c, "y"), tensor_of(c, "x"), stream); }
+static const Kernel kernel_add_inplace = {"add_inplace", setup_add_inplace, reference_add_inplace, call_add_inplace, flat_shapes};
+
 static void setup_fill(KernelCase *c) { operand_add(c, "out", ROLE_OUT, c->act, c->s.C, 0, 0, 0, 0); }
 static void reference_fill(KernelCase *c) {
     for (int64_t i = 0; i < c->s.C; i++) want_of(c, "out")[i] = operand_round(c->act, -1.7);
@@ -1247,6 +1257,7 @@ KERNEL_TESTS(classifier)
 KERNEL_TESTS(sum)
 KERNEL_TESTS(sum_squares)
 KERNEL_TESTS(convert)
+KERNEL_TESTS(add_inplace)
 KERNEL_TESTS(fill)
 KERNEL_TESTS(adamw)
 KERNEL_TESTS(lion)
@@ -1274,6 +1285,7 @@ static const TestRow kernel_tests[] = {
     KERNEL_TEST_ROWS(sum),
     KERNEL_TEST_ROWS(sum_squares),
     KERNEL_TEST_ROWS(convert),
+    KERNEL_TEST_ROWS(add_inplace),
     KERNEL_TEST_ROWS(fill),
     KERNEL_TEST_ROWS(adamw),
     KERNEL_TEST_ROWS(lion),

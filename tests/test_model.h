@@ -54,6 +54,8 @@ static Config *tiny_config(void) {
     c->run.seq_len = 24;
     c->run.seed = 7;
     c->run.steps = 10;
+    c->zero.reduce_bucket_size = c->zero.prefetch_bucket_size = c->zero.max_live_parameters = c->zero.max_reuse_distance = 1 << 30;
+    c->zero.overlap_comm = true;
     return c;
 }
 
@@ -63,11 +65,17 @@ static void config_set_dtype(Config *c, DType t) {
     c->bf16.enabled = t == DTYPE_BF16;
 }
 
+// The ranks of this test run, data parallel.
+static ProcessGrid test_grid(void) {
+    GridAxes axes = {1, test_world.world, 1, 1};
+    return grid_make(test_world.rank, axes);
+}
+
 static const char *tiny_tokens = "data/golden/gpt2-tiny/tokens.bin"; // bytes of English text in llm.c's format
 
 // A trainer with data and initial weights, but no files of its own.
 static void tiny_trainer(Trainer *t, Config *c) {
-    trainer_init_core(t, c, true, c->batch.train_micro_batch_size_per_gpu);
+    trainer_init_core(t, c, test_grid(), true, c->batch.train_micro_batch_size_per_gpu);
     t->metrics.log_fd = -1;
     dataloader_open(&t->train, tiny_tokens, c->model.vocab_size, c->run.seq_len, c->batch.train_batch_size, false, false, 1, "data.train");
     t->has_train = true;
@@ -463,7 +471,7 @@ static Golden golden_begin(const char *name, DType dtype) {
     c->scheduler.final_lr_frac = 0.1;
     g.trainer = (Trainer *)host_alloc(sizeof(Trainer));
     snprintf(path, sizeof path, "%s/tokens.bin", g.folder);
-    trainer_init_core(g.trainer, c, true, c->batch.train_micro_batch_size_per_gpu);
+    trainer_init_core(g.trainer, c, test_grid(), true, c->batch.train_micro_batch_size_per_gpu);
     dataloader_open(&g.trainer->train, path, c->model.vocab_size, c->run.seq_len, c->batch.train_batch_size, false, false, 1, "data.train");
     g.trainer->has_train = true;
     g.trainer->metrics.log_fd = -1;
@@ -741,7 +749,7 @@ static void test_infinite_gradient(Test *t) {
         float *before = trainer_weights(trainer, &n);
         float infinite = INFINITY;
         device_copy(trainer->zero.unit[1].grad_shard + 3, &infinite, 4, COPY_TO_DEVICE, trainer->stream);
-        OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, s.step_tokens, 1);
+        OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, s.step_tokens, 1, false, false);
         expect_true(t, o.skipped, "%s: an infinite gradient was applied", dtype_name((DType)dtype));
         float *after = trainer_weights(trainer, &n);
         expect_same_bytes(t, "weights", after, before, n * 4);
@@ -762,7 +770,7 @@ static void test_zero_gradients(Test *t) {
     tiny_trainer(trainer, c);
     int64_t n;
     float *before = trainer_weights(trainer, &n);
-    OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, 1, 0);
+    OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, 1, 0, false, false);
     expect_near(t, "norm", o.grad_norm, 0, 0);
     expect_near(t, "clip factor", o.clip_factor, 1, 0);
     float *after = trainer_weights(trainer, &n), *at = after, *old = before;
@@ -807,7 +815,9 @@ static void test_vocabulary_padding(Test *t) {
     expect_true(t, pad > 0, "nothing is padded");
     float *values = (float *)host_alloc((size_t)wte->numel * 4);
     for (int kind = STATE_MASTER; kind <= STATE_GRAD; kind++) {
-        device_copy(values, zero_state_at(&trainer->zero, 0, (StateKind)kind), wte->numel * 4, COPY_TO_HOST, trainer->stream);
+        const UnitState *unit = &trainer->zero.unit[0];
+        const float *at = kind == STATE_MASTER ? unit->master : kind == STATE_GRAD ? unit->grad_shard : unit->state[kind - STATE_OPTIMIZER_0];
+        device_copy(values, at + wte->offset, wte->numel * 4, COPY_TO_HOST, trainer->stream);
         stream_sync(trainer->stream);
         for (int64_t k = 0; k < pad; k++) expect_near(t, "padding", values[param_numel(wte) + k], 0, 0);
     }

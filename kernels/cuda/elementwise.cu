@@ -1,4 +1,4 @@
-// elementwise.cu - kernels that see one element at a time: GELU, conversions, fill.
+// elementwise.cu - kernels that see one element at a time: GELU, conversions, sums, fill.
 #include "common.cuh"
 
 enum { ELEMENT_THREADS = 256 };
@@ -100,6 +100,27 @@ void cuda::convert(Tensor dst, Tensor src, Stream stream) {
     case DTYPE_FP16 * DTYPE_COUNT + DTYPE_BF16: convert_launch<__half, __nv_bfloat16>(dst, src, stream); break;
     default: CHECK(false, "dtypes %d and %d", (int)dst.dtype, (int)src.dtype);
     }
+}
+
+template <int W> __global__ void __launch_bounds__(ELEMENT_THREADS) add_inplace_kernel(float *y, const float *x, int64_t n) {
+    int64_t at = element_index<W>();
+    if (at + W <= n) {
+        Vec<float, W> sum = vec_load<W>(y + at), more = vec_load<W>(x + at);
+#pragma unroll
+        for (int i = 0; i < W; i++) sum.set(i, sum.at(i) + more.at(i));
+        vec_store<W>(y + at, sum);
+    } else
+        for (int64_t i = at; i < n; i++) y[i] += x[i];
+}
+
+void cuda::add_inplace(Tensor y, Tensor x, Stream stream) {
+    const int64_t n = tensor_numel(x);
+    const cudaStream_t s = (cudaStream_t)stream;
+    CHECK(tensor_numel(y) == n && y.dtype == DTYPE_FP32 && x.dtype == DTYPE_FP32, "add_inplace: %" PRId64 " elements to %" PRId64 ", or not fp32", n, tensor_numel(y));
+    if (n == 0) return;
+    WIDTH_SWITCH(is_aligned(y.data, 16) && is_aligned(x.data, 16), 4,
+        add_inplace_kernel<W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>((float *)y.data, (const float *)x.data, n));
+    launch_check();
 }
 
 template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) fill_kernel(T *out, float value, int64_t n) {
