@@ -23,6 +23,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 import struct
@@ -152,12 +153,12 @@ def make_tokenizer(name):
 
 
 def clean(text):
-    """Bytes that were not UTF-8 become U+FFFD: tokenizers of characters cannot say them."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    """Half surrogates (of JSON escapes, or standing for bytes that were not UTF-8) become U+FFFD: no tokenizer can say them."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def one_line(e):
-    return " ".join(str(e).split())[:300] or type(e).__name__
+    return " ".join(str(e).split())[:160] or type(e).__name__
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -237,7 +238,7 @@ def documents(path, field):
                 if not isinstance(row, dict) or not isinstance(row.get(field), str):
                     fail("%s:%d: no text under %r (--text-field)" % (path, number, field))
                 if row[field]:
-                    yield row[field].encode("utf-8", "surrogatepass").decode("utf-8", "replace"), True
+                    yield clean(row[field]), True
     except OSError as e:
         fail("%s: %s" % (path, e.strerror or one_line(e)))
     except Exception as e:

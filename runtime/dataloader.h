@@ -482,6 +482,8 @@ static void dataloader_open(DataLoader *d, const char *pattern, int64_t vocab_si
         die(EXIT_DATA, "%s: \"%s\" has %" PRId64 " tokens in %" PRId64 " file%s, but one update of %" PRId64 " samples of %" PRId64 " tokens needs %.0f; give more data, or lower the batch or train_gpt.run.seq_len",
             d->key, data_show(shown, sizeof shown, pattern), d->total_tokens, d->n_shards, d->n_shards == 1 ? "" : "s", global_batch, seq_len, (double)global_batch * (double)seq_len + 1);
     }
+    if (d->shard[0].token_bytes == 1 && vocab_size > 512)
+        note("%s: a text is read as bytes, so that %" PRId64 " of the model's %" PRId64 " tokens never occur; data/prepare.py --tokenizer gpt2 makes GPT-2's tokens of it", d->key, vocab_size - 256, vocab_size);
     d->samples_per_epoch = drop_last ? d->n_samples / global_batch * global_batch : d->n_samples;
     d->raw = (uint8_t *)host_alloc((size_t)(seq_len + 1) * 4);
     d->window = (int32_t *)host_alloc((size_t)(seq_len + 1) * sizeof(int32_t));

@@ -218,6 +218,26 @@ class TokenizerFiles(Folder):
         self.assertEqual(sorted(table.values()), list(range(256)))
         self.assertEqual((table["\u0120"], table["\u010a"], table["A"], table["\u00ff"], table["\u0143"]), (32, 10, 65, 255, 173))
 
+    def test_gpt2(self):
+        """With a stand-in for tiktoken, whose vocabulary is a download: one byte a token, as 256 + byte."""
+        class Encoding:
+            def encode_ordinary(self, text):
+                return [256 + b for b in text.encode()]
+
+            def decode_single_token_bytes(self, i):
+                return b"<|endoftext|>" if i == 50256 else bytes([i % 256])
+
+        good = mock.Mock(get_encoding=lambda name: {"gpt2": Encoding()}[name])
+        self.put("a.jsonl", json.dumps({"text": "h\u00e9"}) + "\n" + json.dumps({"text": "\ud800x"}) + "\n")
+        with mock.patch.dict(sys.modules, tiktoken=good):
+            self.prepare(self.path("a.jsonl"), "--out", self.path("out"), "--tokenizer", "gpt2", "--val-fraction", "0", "--processes", "1")
+        self.assertEqual(self.tokens(self.path("out"), "a", "train")[0], [50256] + [256 + b for b in "h\u00e9".encode()] + [50256] + [256 + b for b in "\ufffdx".encode()])
+        strings, end = prepare.read_tokenizer(self.path("out", "tokenizer.bin"))
+        self.assertEqual((len(strings), end, strings[50256]), (50257, 50256, b"<|endoftext|>"))
+        bad = mock.Mock(get_encoding=mock.Mock(side_effect=ConnectionError("no\nnetwork")))
+        with mock.patch.dict(sys.modules, tiktoken=bad):
+            self.assertIn("TIKTOKEN_CACHE_DIR", self.refused(self.path("a.jsonl"), "--out", self.path("two"), "--tokenizer", "gpt2"))
+
     @unittest.skipUnless(have("tokenizers"), "needs tokenizers")
     def test_hugging_face(self):
         """A byte-level BPE made here: tokens decode to the text, and so do their strings one by one; processes change nothing."""
