@@ -1,9 +1,9 @@
-// device_cpu.cpp - the device of the CPU backend: host memory, and streams on which work is done the moment it is enqueued.
+// device_cpu.cpp - the device of the CPU backend: host memory, and streams on which kernels run the moment they are called.
 //
-// Because work is done at once, everything recorded before an event has happened when the event is recorded, and waits have
-// nothing to wait for. Memory is limited as on a GPU: device_malloc refuses what this machine, or the container that we run
-// in, does not have, with a message instead of a visit of the kernel's out-of-memory killer.
-#include "device.h"
+// What is not done at once are the collectives of comm_mpi.cpp; streams keep them until a wait asks for them (device_cpu.h).
+// Memory is limited as on a GPU: device_malloc refuses what this machine, or the container that we run in, does not have,
+// with a message instead of a visit of the kernel's out-of-memory killer.
+#include "device_cpu.h"
 #include <malloc.h>
 #include <omp.h>
 #include <sys/resource.h>
@@ -185,26 +185,114 @@ int64_t device_free_bytes(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Order: everything is done when its call returns. An event is the time at which it was recorded.
+// Order: kernels, copies and fills are done when their call returns; other work waits in its stream's queue, oldest first,
+// until something that is ordered behind it calls for it. Tickets number all queued work, so that an event needs to keep
+// no more than the last ticket before it, and stays valid when its stream goes.
 
-Stream stream_create(void) { return host_alloc(1); } // only its address matters
-void stream_destroy(Stream s) { free(s); }
-void stream_sync(Stream s) { (void)s; }
-void stream_wait_event(Stream s, Event e) { (void)s; (void)e; }
+typedef struct CpuStream {
+    DeviceWork *first, *last;
+    struct CpuStream *next; // all streams
+} CpuStream;
 
-Event event_create(void) { return host_alloc(sizeof(double)); }
+typedef struct {
+    CpuStream *stream; // on which it was recorded; null before that
+    uint64_t ticket;   // it covers the stream's work up to this one
+    double seconds;    // when that was done, as far as the host has noticed; 0: not yet
+} CpuEvent;
+
+static CpuStream *streams;
+static uint64_t last_ticket;
+
+static void finish_until(CpuStream *s, uint64_t ticket) {
+    while (s->first && s->first->ticket <= ticket) {
+        DeviceWork *w = s->first;
+        s->first = w->next;
+        w->finish(w);
+    }
+}
+
+static bool ranges_conflict(DeviceRange a, DeviceRange b) {
+    const char *a_at = (const char *)a.at, *b_at = (const char *)b.at;
+    return (a.written || b.written) && a.bytes > 0 && b.bytes > 0 && a_at < b_at + b.bytes && b_at < a_at + a.bytes;
+}
+
+void device_cpu_order(Stream s, const DeviceRange *range, int n) {
+    uint64_t until = 0;
+    for (const DeviceWork *w = ((CpuStream *)s)->first; w; w = w->next)
+        for (int i = 0; i < n; i++)
+            if (ranges_conflict(range[i], w->range[0]) || ranges_conflict(range[i], w->range[1])) until = w->ticket;
+    finish_until((CpuStream *)s, until);
+}
+
+void device_cpu_enqueue(Stream s, DeviceWork *w) {
+    CpuStream *stream = (CpuStream *)s;
+    w->ticket = ++last_ticket;
+    w->next = NULL;
+    if (stream->first) stream->last->next = w;
+    else stream->first = w;
+    stream->last = w;
+}
+
+void device_cpu_settle(Stream s) {
+    if (s) finish_until((CpuStream *)s, UINT64_MAX);
+}
+
+Stream stream_create(void) {
+    CpuStream *s = (CpuStream *)host_alloc(sizeof *s);
+    s->next = streams;
+    streams = s;
+    return s;
+}
+
+void stream_destroy(Stream s) {
+    if (!s) return;
+    device_cpu_settle(s);
+    CpuStream **link = &streams;
+    while (*link != (CpuStream *)s) link = &(*link)->next;
+    *link = (*link)->next;
+    free(s);
+}
+
+void stream_sync(Stream s) { device_cpu_settle(s); }
+
+// The host waits where a GPU's stream would, since the work that follows on s is the host's own.
+void stream_wait_event(Stream s, Event e) {
+    (void)s;
+    event_sync(e);
+}
+
+Event event_create(void) { return host_alloc(sizeof(CpuEvent)); }
 void event_destroy(Event e) { free(e); }
-void event_record(Event e, Stream s) { (void)s; *(double *)e = clock_seconds(); }
-void event_sync(Event e) { (void)e; }
-double event_elapsed_ms(Event from, Event to) { return 1e3 * (*(const double *)to - *(const double *)from); }
+
+void event_record(Event e, Stream s) {
+    CpuEvent *event = (CpuEvent *)e;
+    CpuStream *stream = (CpuStream *)s;
+    event->stream = stream;
+    event->ticket = last_ticket;
+    event->seconds = stream && stream->first ? 0 : clock_seconds();
+}
+
+void event_sync(Event e) {
+    CpuEvent *event = (CpuEvent *)e;
+    CpuStream *s = streams;
+    while (s && s != event->stream) s = s->next; // a stream that is gone was settled before it went
+    if (s) finish_until(s, event->ticket);
+    if (event->stream && event->seconds == 0) event->seconds = clock_seconds();
+}
+
+double event_elapsed_ms(Event from, Event to) {
+    event_sync(from);
+    event_sync(to);
+    return 1e3 * (((const CpuEvent *)to)->seconds - ((const CpuEvent *)from)->seconds);
+}
 
 void device_copy(void *dst, const void *src, int64_t bytes, CopyKind kind, Stream s) {
     (void)kind;
-    (void)s;
+    device_cpu_settle(s);
     if (bytes > 0) memcpy(dst, src, (size_t)bytes);
 }
 
 void device_memset(void *p, int byte, int64_t bytes, Stream s) {
-    (void)s;
+    device_cpu_settle(s);
     if (bytes > 0) memset(p, byte, (size_t)bytes);
 }

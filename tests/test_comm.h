@@ -1,0 +1,594 @@
+// test_comm.h - tests of comm.h: every collective on every kind of group, against what the ranks must find.
+//
+// Each rank runs all rows; ./test_gpt comm is one rank, mpirun -n N ./test_gpt comm are N. Data is a function of (rank,
+// element), so that every rank computes by itself what the others gave. Small integers make sums exact in every type and
+// comparison bitwise; the rows on the order of sums use values whose sum depends on it.
+#pragma once
+#include "../kernels/kernels.h"
+#include "../runtime/comm.h"
+#include "harness.h"
+
+static CommWorld test_world = {0, 1, 0, 1}; // set by main
+
+static const int64_t comm_sizes[] = {0, 1, 2, 7, 1021, 100003};
+enum { COMM_SIZES = sizeof comm_sizes / sizeof *comm_sizes, COMM_RANKS_MAX = 64, COMM_GROUPS_MAX = 16 };
+
+// ---------------------------------------------------------------------------------------------------------------
+// Groups
+
+typedef struct {
+    const char *name;
+    int n, rank[COMM_RANKS_MAX]; // members, in the world
+    Group group;                 // empty where this rank is no member
+} TestGroup;
+
+typedef struct {
+    int n;
+    TestGroup at[COMM_GROUPS_MAX];
+} TestGroups;
+
+// The ranks first, first + step, ... of the world, at most `most` of them. All ranks call this in the same order.
+static void test_group_add(TestGroups *all, const char *name, int first, int step, int most) {
+    TestGroup *g = &all->at[all->n++];
+    bool member = false;
+    CHECK(all->n <= COMM_GROUPS_MAX && test_world.world <= COMM_RANKS_MAX, "%d groups, %d ranks", all->n, test_world.world);
+    g->name = name;
+    g->n = 0;
+    for (int r = first; r < test_world.world && g->n < most; r += step) {
+        member |= r == test_world.rank;
+        g->rank[g->n++] = r;
+    }
+    g->group = comm_group_create(g->rank, member ? g->n : 0);
+}
+
+// World, lower and upper half, even and odd ranks, windows of three that overlap, every rank alone.
+static void test_groups_make(TestGroups *all) {
+    const int world = test_world.world, half = (world + 1) / 2;
+    all->n = 0;
+    test_group_add(all, "world", 0, 1, world);
+    test_group_add(all, "lower half", 0, 1, half);
+    test_group_add(all, "upper half", half, 1, world);
+    test_group_add(all, "even", 0, 2, world);
+    test_group_add(all, "odd", 1, 2, world);
+    for (int first = 0; first + 1 < world && first < 4; first++) test_group_add(all, "window", first, 1, 3);
+    for (int r = 0; r < world && r < 4; r++) test_group_add(all, "alone", r, 1, 1);
+}
+
+static void test_groups_free(TestGroups *all) {
+    for (int i = 0; i < all->n; i++) comm_group_free(&all->at[i].group);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Data
+
+// Between -5 and 5: sums over up to 50 ranks are exact even in bf16.
+static float comm_integer(int rank, int64_t i, int64_t salt) { return (float)((i * 7 + rank * 13 + salt * 5) % 11 - 5); }
+
+// Values of very different sizes, already rounded to t: adding them in another order gives other bits.
+static float comm_wild(int rank, int64_t i, DType t) {
+    const uint64_t random = rng_bits(1234, (uint64_t)rank, (uint64_t)i);
+    const float x = ((float)(random & 0xffffff) - 0x1p23f) * (float)(1 << (random >> 24) % 12) * 0x1p-20f;
+    uint32_t bits = 0;
+    dtype_store(&bits, t, 0, x);
+    return dtype_load(&bits, t, 0);
+}
+
+// A device buffer of `bytes`, between two guards that nobody may touch.
+enum { COMM_GUARD = 64 };
+
+typedef struct {
+    char *block, *at; // on the device
+    int64_t bytes;
+} CommBuffer;
+
+static CommBuffer comm_buffer(int64_t bytes, Stream s) {
+    CommBuffer b = {(char *)device_malloc(bytes + 2 * COMM_GUARD), NULL, bytes};
+    b.at = b.block + COMM_GUARD;
+    device_memset(b.block, 0x5a, bytes + 2 * COMM_GUARD, s);
+    return b;
+}
+
+static void comm_buffer_write(CommBuffer b, int64_t offset, const void *values, int64_t bytes, Stream s) {
+    device_copy(b.at + offset, values, bytes, COPY_TO_DEVICE, s);
+    stream_sync(s);
+}
+
+// Compares with `want` bit for bit, guards too, and frees the buffer. want null: only the guards.
+static void comm_buffer_expect(Test *t, const char *what, CommBuffer b, const void *want, Stream s) {
+    char *got = (char *)host_alloc((size_t)(b.bytes + 2 * COMM_GUARD)), guard[COMM_GUARD];
+    memset(guard, 0x5a, sizeof guard);
+    device_copy(got, b.block, b.bytes + 2 * COMM_GUARD, COPY_TO_HOST, s);
+    stream_sync(s);
+    expect_same_bytes(t, "the memory before a result", got, guard, COMM_GUARD);
+    if (want) expect_same_bytes(t, what, got + COMM_GUARD, want, b.bytes);
+    expect_same_bytes(t, "the memory behind a result", got + COMM_GUARD + b.bytes, guard, COMM_GUARD);
+    free(got);
+    device_free(b.block);
+}
+
+// n elements of type t on the host.
+static void *comm_host_values(int64_t n, DType t) { return host_alloc((size_t)(n * dtype_bytes(t))); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Each collective, with exact data. In place: the shard is this rank's part of the whole.
+
+static void try_all_gather(Test *t, const TestGroup *g, int64_t n, DType type, bool in_place, Stream s) {
+    const int64_t bytes = n * dtype_bytes(type), at = g->group.rank * bytes;
+    char *mine = (char *)comm_host_values(n, type), *want = (char *)comm_host_values(n * g->n, type);
+    for (int r = 0; r < g->n; r++)
+        for (int64_t i = 0; i < n; i++) dtype_store(want, type, r * n + i, comm_integer(g->rank[r], i, n));
+    memcpy(mine, want + at, (size_t)bytes);
+    CommBuffer full = comm_buffer(bytes * g->n, s), shard = comm_buffer(bytes, s);
+    comm_buffer_write(in_place ? full : shard, in_place ? at : 0, mine, bytes, s);
+    comm_all_gather(g->group, full.at, in_place ? full.at + at : shard.at, n, type, s);
+    char what[160];
+    snprintf(what, sizeof what, "all_gather of %" PRId64 " %s over %s (%d ranks)%s", n, dtype_name(type), g->name, g->n, in_place ? ", in place" : "");
+    comm_buffer_expect(t, what, full, want, s);
+    comm_buffer_expect(t, "the shard that was given", shard, in_place ? NULL : mine, s);
+    free(mine);
+    free(want);
+}
+
+static void try_reduce_scatter(Test *t, const TestGroup *g, int64_t n, DType type, bool in_place, Stream s) {
+    const int64_t bytes = n * dtype_bytes(type), at = g->group.rank * bytes;
+    char *mine = (char *)comm_host_values(n * g->n, type), *want = (char *)comm_host_values(n, type), *got = (char *)comm_host_values(n, type);
+    for (int64_t i = 0; i < n * g->n; i++) dtype_store(mine, type, i, comm_integer(test_world.rank, i, n));
+    for (int64_t i = 0; i < n; i++) {
+        float sum = 0;
+        for (int r = 0; r < g->n; r++) sum += comm_integer(g->rank[r], g->group.rank * n + i, n);
+        dtype_store(want, type, i, sum);
+    }
+    CommBuffer full = comm_buffer(bytes * g->n, s), shard = comm_buffer(bytes, s);
+    comm_buffer_write(full, 0, mine, bytes * g->n, s);
+    comm_reduce_scatter(g->group, in_place ? full.at + at : shard.at, full.at, n, type, s);
+    char what[160];
+    snprintf(what, sizeof what, "reduce_scatter of %" PRId64 " %s over %s (%d ranks)%s", n, dtype_name(type), g->name, g->n, in_place ? ", in place" : "");
+    device_copy(got, in_place ? full.at + at : shard.at, bytes, COPY_TO_HOST, s);
+    stream_sync(s);
+    expect_same_bytes(t, what, got, want, bytes);
+    comm_buffer_expect(t, what, shard, in_place ? NULL : want, s);
+    comm_buffer_expect(t, what, full, NULL, s);
+    free(mine);
+    free(want);
+    free(got);
+}
+
+static void try_all_reduce(Test *t, const TestGroup *g, int64_t n, DType type, Stream s) {
+    char *mine = (char *)comm_host_values(n, type), *want = (char *)comm_host_values(n, type);
+    for (int64_t i = 0; i < n; i++) {
+        float sum = 0;
+        for (int r = 0; r < g->n; r++) sum += comm_integer(g->rank[r], i, n);
+        dtype_store(want, type, i, sum);
+        dtype_store(mine, type, i, comm_integer(test_world.rank, i, n));
+    }
+    CommBuffer x = comm_buffer(n * dtype_bytes(type), s);
+    comm_buffer_write(x, 0, mine, n * dtype_bytes(type), s);
+    comm_all_reduce(g->group, x.at, n, type, s);
+    char what[160];
+    snprintf(what, sizeof what, "all_reduce of %" PRId64 " %s over %s (%d ranks)", n, dtype_name(type), g->name, g->n);
+    comm_buffer_expect(t, what, x, want, s);
+    free(mine);
+    free(want);
+}
+
+static void try_all_reduce_double(Test *t, const TestGroup *g, int64_t n, CommOp op, Stream s) {
+    double *mine = (double *)host_alloc((size_t)n * 8), *want = (double *)host_alloc((size_t)n * 8);
+    for (int64_t i = 0; i < n; i++) {
+        want[i] = (double)comm_integer(g->rank[0], i, n) * 0x1p40 + 1; // needs more than fp32 has
+        for (int r = 1; r < g->n; r++) {
+            const double x = (double)comm_integer(g->rank[r], i, n) * 0x1p40 + 1;
+            want[i] = op == COMM_SUM ? want[i] + x : op == COMM_MAX ? fmax(want[i], x) : fmin(want[i], x);
+        }
+        mine[i] = (double)comm_integer(test_world.rank, i, n) * 0x1p40 + 1;
+    }
+    CommBuffer x = comm_buffer(n * 8, s);
+    comm_buffer_write(x, 0, mine, n * 8, s);
+    comm_all_reduce_double(g->group, (double *)x.at, n, op, s);
+    char what[160];
+    snprintf(what, sizeof what, "all_reduce_double (%s) of %" PRId64 " over %s (%d ranks)", op == COMM_SUM ? "sum" : op == COMM_MAX ? "max" : "min", n, g->name, g->n);
+    comm_buffer_expect(t, what, x, want, s);
+    free(mine);
+    free(want);
+}
+
+static void try_broadcast(Test *t, const TestGroup *g, int64_t bytes, int root, Stream s) {
+    char *want = (char *)host_alloc((size_t)bytes);
+    for (int64_t i = 0; i < bytes; i++) want[i] = (char)(i * 31 + g->rank[root] * 7 + 1);
+    CommBuffer x = comm_buffer(bytes, s);
+    if (g->group.rank == root) comm_buffer_write(x, 0, want, bytes, s);
+    comm_broadcast(g->group, x.at, bytes, root, s);
+    char what[160];
+    snprintf(what, sizeof what, "broadcast of %" PRId64 " bytes from %d over %s (%d ranks)", bytes, root, g->name, g->n);
+    comm_buffer_expect(t, what, x, want, s);
+    free(want);
+}
+
+// Runs fn for every group that this rank is a member of, in every size.
+static void each_group_and_size(Test *t, void (*fn)(Test *t, const TestGroup *g, int64_t n, Stream s)) {
+    TestGroups all;
+    Stream s = stream_create();
+    test_groups_make(&all);
+    for (int i = 0; i < all.n; i++)
+        for (int k = 0; k < COMM_SIZES && all.at[i].group.size > 0; k++) fn(t, &all.at[i], comm_sizes[k], s);
+    test_groups_free(&all);
+    stream_destroy(s);
+}
+
+static void case_all_gather(Test *t, const TestGroup *g, int64_t n, Stream s) {
+    for (int type = 0; type < DTYPE_COUNT; type++)
+        for (int in_place = 0; in_place < 2; in_place++) try_all_gather(t, g, n, (DType)type, in_place, s);
+}
+static void case_reduce_scatter(Test *t, const TestGroup *g, int64_t n, Stream s) {
+    for (int type = 0; type < DTYPE_COUNT; type++)
+        for (int in_place = 0; in_place < 2; in_place++) try_reduce_scatter(t, g, n, (DType)type, in_place, s);
+}
+static void case_all_reduce(Test *t, const TestGroup *g, int64_t n, Stream s) {
+    for (int type = 0; type < DTYPE_COUNT; type++) try_all_reduce(t, g, n, (DType)type, s);
+}
+static void case_all_reduce_double(Test *t, const TestGroup *g, int64_t n, Stream s) {
+    for (int op = COMM_SUM; op <= COMM_MIN; op++) try_all_reduce_double(t, g, n, (CommOp)op, s);
+}
+static void case_broadcast(Test *t, const TestGroup *g, int64_t n, Stream s) {
+    for (int root = 0; root < g->n; root++) try_broadcast(t, g, n, root, s);
+}
+static void test_all_gather(Test *t) { each_group_and_size(t, case_all_gather); }
+static void test_reduce_scatter(Test *t) { each_group_and_size(t, case_reduce_scatter); }
+static void test_all_reduce(Test *t) { each_group_and_size(t, case_all_reduce); }
+static void test_all_reduce_double(Test *t) { each_group_and_size(t, case_all_reduce_double); }
+static void test_broadcast(Test *t) { each_group_and_size(t, case_broadcast); }
+
+static void test_groups(Test *t) {
+    TestGroups all;
+    test_groups_make(&all);
+    for (int i = 0; i < all.n; i++) {
+        const TestGroup *g = &all.at[i];
+        int place = -1;
+        for (int r = 0; r < g->n; r++)
+            if (g->rank[r] == test_world.rank) place = r;
+        expect_equal_i64(t, "the size of a group", g->group.size, place < 0 ? 0 : g->n);
+        if (place >= 0) expect_equal_i64(t, "this rank's place in a group", g->group.rank, place);
+    }
+    test_groups_free(&all);
+    for (int i = 0; i < all.n; i++) expect_equal_i64(t, "the size of a freed group", all.at[i].group.size, 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Sums in the order of the ranks, on the CPU backend: bit for bit, for messages of every size, reduced or scattered.
+
+static void case_rank_order(Test *t, const TestGroup *g, int64_t n, Stream s) {
+    for (int d = 0; d < DTYPE_COUNT; d++) {
+        const DType type = (DType)d;
+        const int64_t whole = n * g->n;
+        char *mine = (char *)comm_host_values(whole, type), *want = (char *)comm_host_values(whole, type);
+        for (int64_t i = 0; i < whole; i++) {
+            float sum = comm_wild(g->rank[0], i, type);
+            for (int r = 1; r < g->n; r++) sum += comm_wild(g->rank[r], i, type);
+            dtype_store(want, type, i, sum);
+            dtype_store(mine, type, i, comm_wild(test_world.rank, i, type));
+        }
+        CommBuffer x = comm_buffer(whole * dtype_bytes(type), s), full = comm_buffer(whole * dtype_bytes(type), s), shard = comm_buffer(n * dtype_bytes(type), s);
+        comm_buffer_write(x, 0, mine, whole * dtype_bytes(type), s);
+        comm_buffer_write(full, 0, mine, whole * dtype_bytes(type), s);
+        comm_all_reduce(g->group, x.at, whole, type, s);
+        comm_reduce_scatter(g->group, shard.at, full.at, n, type, s);
+        comm_buffer_expect(t, "an all_reduce of values whose order matters", x, want, s);
+        comm_buffer_expect(t, "a reduce_scatter of values whose order matters", shard, want + g->group.rank * n * dtype_bytes(type), s);
+        comm_buffer_expect(t, "the whole", full, NULL, s);
+        free(mine);
+        free(want);
+    }
+}
+
+static void test_rank_order(Test *t) {
+    if (device_info().is_gpu) { test_skip(t, "the order of sums is promised on the CPU only"); return; }
+    each_group_and_size(t, case_rank_order);
+    int differ = 0; // the values can tell: added from the last rank to the first, many sums are others
+    for (int64_t i = 0; i < 1000; i++) {
+        const float a = comm_wild(0, i, DTYPE_FP32), b = comm_wild(1, i, DTYPE_FP32), c = comm_wild(2, i, DTYPE_FP32);
+        differ += a + b + c != c + b + a;
+    }
+    expect_true(t, differ > 100, "only %d of 1000 sums depend on the order", differ);
+}
+
+// A group of all ranks; each call makes another channel between them.
+static Group comm_world_group(void) {
+    int rank[COMM_RANKS_MAX];
+    for (int r = 0; r < test_world.world; r++) rank[r] = r;
+    return comm_group_create(rank, test_world.world);
+}
+
+// 16-bit sums are taken in fp32 and rounded once: 256 + 1 + 1 in bf16 steps would stay 256, 2048 + 1 + 1 in fp16 steps 2048.
+static void test_rounded_once(Test *t) {
+    Group g = comm_world_group();
+    Stream s = stream_create();
+    for (int d = DTYPE_BF16; d <= DTYPE_FP16; d++) {
+        const float large = d == DTYPE_BF16 ? 256 : 2048;
+        uint16_t x, want;
+        dtype_store(&x, (DType)d, 0, test_world.rank == 0 ? large : 1.0f);
+        dtype_store(&want, (DType)d, 0, large + (float)(test_world.world - 1));
+        CommBuffer b = comm_buffer(2, s);
+        comm_buffer_write(b, 0, &x, 2, s);
+        comm_all_reduce(g, b.at, 1, (DType)d, s);
+        comm_buffer_expect(t, "a 16-bit sum", b, &want, s);
+    }
+    stream_destroy(s);
+    comm_group_free(&g);
+}
+
+// NaN and infinity of one rank reach all of them.
+static void test_not_finite(Test *t) {
+    Group g = comm_world_group();
+    Stream s = stream_create();
+    const int last = test_world.world - 1;
+    float x[2] = {test_world.rank == last ? NAN : 1, test_world.rank == last ? INFINITY : 1}, got[2];
+    double y[2] = {test_world.rank == last ? NAN : 1, test_world.rank == last ? INFINITY : 1}, seen[2];
+    CommBuffer a = comm_buffer(sizeof x, s), b = comm_buffer(sizeof y, s);
+    comm_buffer_write(a, 0, x, sizeof x, s);
+    comm_buffer_write(b, 0, y, sizeof y, s);
+    comm_all_reduce(g, a.at, 2, DTYPE_FP32, s);
+    comm_all_reduce_double(g, (double *)b.at, 2, COMM_MAX, s);
+    device_copy(got, a.at, sizeof got, COPY_TO_HOST, s);
+    device_copy(seen, b.at, sizeof seen, COPY_TO_HOST, s);
+    stream_sync(s);
+    expect_true(t, isnan(got[0]) && isinf(got[1]), "NaN and infinity became %g and %g", (double)got[0], (double)got[1]);
+    expect_true(t, isinf(seen[1]), "the largest of infinity and 1 became %g", seen[1]);
+    if (!device_info().is_gpu) expect_true(t, isnan(seen[0]), "the largest of NaN and 1 became %g", seen[0]); // NCCL promises nothing here
+    comm_buffer_expect(t, "", a, NULL, s);
+    comm_buffer_expect(t, "", b, NULL, s);
+    stream_destroy(s);
+    comm_group_free(&g);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Order
+
+// Forty collectives on one stream before anybody waits, of sizes around and above those of one exchange.
+static void test_many_in_flight(Test *t) {
+    enum { MANY = 40 };
+    Group g = comm_world_group();
+    Stream s = stream_create();
+    CommBuffer x[MANY];
+    for (int k = 0; k < MANY; k++) {
+        const int64_t n = 1 + k * 3001;
+        float *mine = (float *)comm_host_values(n, DTYPE_FP32);
+        for (int64_t i = 0; i < n; i++) mine[i] = comm_integer(test_world.rank, i, k);
+        x[k] = comm_buffer(n * 4, s);
+        comm_buffer_write(x[k], 0, mine, n * 4, s);
+        free(mine);
+    }
+    for (int k = 0; k < MANY; k++) {
+        if (k % 4 == 3) comm_broadcast(g, x[k].at, x[k].bytes, k % test_world.world, s);
+        else comm_all_reduce(g, x[k].at, x[k].bytes / 4, DTYPE_FP32, s);
+    }
+    for (int k = MANY - 1; k >= 0; k--) {
+        const int64_t n = x[k].bytes / 4;
+        float *want = (float *)comm_host_values(n, DTYPE_FP32);
+        for (int64_t i = 0; i < n; i++) {
+            if (k % 4 == 3) want[i] = comm_integer(k % test_world.world, i, k);
+            else for (int r = 0; r < test_world.world; r++) want[i] += comm_integer(r, i, k);
+        }
+        comm_buffer_expect(t, "one of many", x[k], want, s);
+        free(want);
+    }
+    stream_destroy(s);
+    comm_group_free(&g);
+}
+
+// Work on one stream sees the results of the work before it, without any wait: sum, gather of the sum's shards, sum again.
+static void test_chain(Test *t) {
+    const int64_t sizes[] = {3, 50021};
+    Group g = comm_world_group();
+    Stream s = stream_create();
+    for (int k = 0; k < 2; k++) {
+        const int64_t n = sizes[k], whole = n * g.size;
+        float *mine = (float *)comm_host_values(whole, DTYPE_FP32), *want = (float *)comm_host_values(whole, DTYPE_FP32);
+        for (int64_t i = 0; i < whole; i++) {
+            mine[i] = comm_integer(test_world.rank, i, 0);
+            for (int r = 0; r < g.size; r++) want[i] += comm_integer(r, i, 0);
+            want[i] *= (float)g.size;
+        }
+        CommBuffer x = comm_buffer(whole * 4, s), y = comm_buffer(whole * 4, s);
+        comm_buffer_write(x, 0, mine, whole * 4, s);
+        comm_reduce_scatter(g, x.at + g.rank * n * 4, x.at, n, DTYPE_FP32, s);
+        comm_all_gather(g, x.at, x.at + g.rank * n * 4, n, DTYPE_FP32, s);
+        comm_all_reduce(g, x.at, whole, DTYPE_FP32, s);
+        convert(tensor1(y.at, DTYPE_FP32, whole), tensor1(x.at, DTYPE_FP32, whole), s); // a kernel is work like any other
+        comm_broadcast(g, x.at, whole * 4, 0, s);
+        comm_buffer_expect(t, "a sum of gathered sums", x, want, s);
+        comm_buffer_expect(t, "a kernel's copy of it", y, want, s);
+        free(mine);
+        free(want);
+    }
+    stream_destroy(s);
+    comm_group_free(&g);
+}
+
+// An event covers what was enqueued before it was recorded; a second stream that waits for it sees that.
+static void test_event(Test *t) {
+    const int64_t n = 30011;
+    Group g = comm_world_group(), h = comm_world_group();
+    Stream a = stream_create(), b = stream_create();
+    Event e = event_create(), f = event_create();
+    float *mine = (float *)comm_host_values(n, DTYPE_FP32), *want = (float *)comm_host_values(n, DTYPE_FP32), *got = (float *)comm_host_values(n, DTYPE_FP32);
+    for (int64_t i = 0; i < n; i++) {
+        mine[i] = comm_integer(test_world.rank, i, 1);
+        for (int r = 0; r < g.size; r++) want[i] += comm_integer(r, i, 1);
+    }
+    CommBuffer x = comm_buffer(n * 4, a), y = comm_buffer(n * 4, a);
+    comm_buffer_write(x, 0, mine, n * 4, a);
+    comm_buffer_write(y, 0, mine, n * 4, a);
+    stream_wait_event(b, e); // never recorded: nothing to wait for
+    event_record(e, a);
+    comm_all_reduce(g, x.at, n, DTYPE_FP32, a);
+    event_record(f, a);
+    comm_all_reduce(g, y.at, n, DTYPE_FP32, a);
+    stream_wait_event(b, f);
+    device_copy(got, x.at, n * 4, COPY_TO_HOST, b);
+    stream_sync(b);
+    expect_same_bytes(t, "what a stream sees after an event", got, want, n * 4);
+    expect_true(t, event_elapsed_ms(e, f) >= 0, "%g ms between two events", event_elapsed_ms(e, f));
+    event_record(e, a); // an event may be recorded again, and outlive its stream
+    stream_sync(a);
+    comm_buffer_expect(t, "the first sum", x, want, b);
+    comm_buffer_expect(t, "the second sum", y, want, b);
+    stream_destroy(a);
+    event_sync(e);
+    event_destroy(e);
+    event_destroy(f);
+    stream_destroy(b);
+    comm_group_free(&g);
+    comm_group_free(&h);
+    free(mine);
+    free(want);
+    free(got);
+}
+
+// Overlapping groups, each on a stream of its own; even ranks start and await them upwards, odd ranks downwards, with a
+// blocking exchange between hosts in the middle.
+static void test_opposite_orders(Test *t) {
+    if (device_info().is_gpu) { test_skip(t, "NCCL wants one order of its groups on all ranks"); return; }
+    const int64_t sizes[] = {5, 120011};
+    for (int round = 0; round < 4; round++) {
+        const int64_t n = sizes[round / 2];
+        TestGroups all;
+        CommBuffer x[COMM_GROUPS_MAX];
+        Stream s[COMM_GROUPS_MAX];
+        test_groups_make(&all);
+        float *values = (float *)comm_host_values(n, DTYPE_FP32);
+        for (int64_t i = 0; i < n; i++) values[i] = comm_integer(test_world.rank, i, round);
+        for (int k = 0; k < all.n; k++) {
+            s[k] = stream_create();
+            x[k] = comm_buffer(n * 4, s[k]);
+            comm_buffer_write(x[k], 0, values, n * 4, s[k]);
+        }
+        for (int k = 0; k < all.n; k++) {
+            const int j = test_world.rank % 2 ? all.n - 1 - k : k;
+            if (all.at[j].group.size > 0) comm_all_reduce(all.at[j].group, x[j].at, n, DTYPE_FP32, s[j]);
+        }
+        double ranks = 1;
+        if (test_world.rank % 2) stream_sync(s[0]); // the others are still to come to their waits, by way of the hosts' exchange
+        comm_host_all_reduce(&ranks, 1, COMM_SUM);
+        expect_equal_i64(t, "the number of ranks", (int64_t)ranks, test_world.world);
+        for (int k = 0; k < all.n; k++) {
+            const int j = (test_world.rank + round) % 2 ? all.n - 1 - k : k;
+            for (int64_t i = 0; i < n; i++) {
+                values[i] = all.at[j].group.size > 0 ? 0 : comm_integer(test_world.rank, i, round);
+                for (int r = 0; r < all.at[j].n && all.at[j].group.size > 0; r++) values[i] += comm_integer(all.at[j].rank[r], i, round);
+            }
+            comm_buffer_expect(t, all.at[j].name, x[j], values, s[j]);
+        }
+        for (int k = 0; k < all.n; k++) stream_destroy(s[k]);
+        test_groups_free(&all);
+        free(values);
+    }
+}
+
+static void test_batch(Test *t) {
+    enum { MANY = 5 };
+    Group g = comm_world_group();
+    Stream s = stream_create();
+    CommBuffer x[MANY];
+    for (int k = 0; k < MANY; k++) {
+        float mine = comm_integer(test_world.rank, 0, k);
+        x[k] = comm_buffer(4, s);
+        comm_buffer_write(x[k], 0, &mine, 4, s);
+    }
+    comm_batch_begin();
+    for (int k = 0; k < MANY; k++) comm_all_reduce(g, x[k].at, 1, DTYPE_FP32, s);
+    comm_batch_end();
+    for (int k = 0; k < MANY; k++) {
+        float want = 0;
+        for (int r = 0; r < test_world.world; r++) want += comm_integer(r, 0, k);
+        comm_buffer_expect(t, "one of a batch", x[k], &want, s);
+    }
+    stream_destroy(s);
+    comm_group_free(&g);
+}
+
+// In DEBUG the CPU backend delivers as late as the rules allow: who does not wait reads NaN.
+static void test_forgotten_wait(Test *t) {
+#if defined(DEBUG) && !KERNELS_ON_GPU
+    if (test_world.world == 1) { test_skip(t, "one rank waits for nobody"); return; }
+    const int64_t sizes[] = {1, 1021, 100003};
+    Group g = comm_world_group();
+    Stream s = stream_create(), other = stream_create();
+    for (int k = 0; k < 3; k++)
+        for (int kind = 0; kind < 4; kind++) {
+            const int64_t n = sizes[k], at = g.rank * n;
+            float *got = (float *)comm_host_values(n * g.size, DTYPE_FP32), one = 1;
+            CommBuffer full = comm_buffer(n * g.size * 4, s), shard = comm_buffer(n * 4, s);
+            for (int64_t i = 0; i < n * g.size; i++) got[i] = one;
+            comm_buffer_write(full, 0, got, n * g.size * 4, s);
+            comm_buffer_write(shard, 0, got, n * 4, s);
+            if (kind == 0) comm_all_gather(g, full.at, shard.at, n, DTYPE_FP32, s);
+            else if (kind == 1) comm_reduce_scatter(g, full.at + at * 4, full.at, n, DTYPE_FP32, s);
+            else if (kind == 2) comm_all_reduce(g, full.at, n * g.size, DTYPE_FP32, s);
+            else comm_broadcast(g, full.at, n * g.size * 4, 0, s);
+            device_copy(got, full.at, n * g.size * 4, COPY_TO_HOST, other); // ordered behind nothing
+            stream_sync(other);
+            const bool given = kind == 3 && g.rank == 0; // a broadcast changes nothing where it starts
+            for (int64_t i = 0; i < n * g.size; i++) expect_true(t, given ? got[i] == 1 : isnan(got[i]), "kind %d, element %" PRId64 " of %" PRId64 " reads %g before the wait", kind, i, n, (double)got[i]);
+            stream_sync(s);
+            device_copy(got, full.at, n * g.size * 4, COPY_TO_HOST, other);
+            stream_sync(other);
+            const float want = kind == 1 || kind == 2 ? (float)g.size : 1;
+            for (int64_t i = kind == 1 ? at : 0; i < (kind == 1 ? at + n : n * g.size); i++) expect_true(t, got[i] == want, "kind %d, element %" PRId64 " reads %g after the wait, expected %g", kind, i, (double)got[i], (double)want);
+            comm_buffer_expect(t, "", full, NULL, s);
+            comm_buffer_expect(t, "", shard, NULL, s);
+            free(got);
+        }
+    stream_destroy(s);
+    stream_destroy(other);
+    comm_group_free(&g);
+#else
+    test_skip(t, "only the CPU backend with DEBUG=1 hides results");
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Between hosts
+
+static void test_host(Test *t) {
+    const int world = test_world.world, rank = test_world.rank;
+    for (int root = 0; root < world; root++)
+        for (int k = 0; k < COMM_SIZES; k++) {
+            const int64_t n = comm_sizes[k];
+            char *x = (char *)host_alloc((size_t)n), *want = (char *)host_alloc((size_t)n);
+            for (int64_t i = 0; i < n; i++) {
+                want[i] = (char)(i * 3 + root + 1);
+                x[i] = rank == root ? want[i] : 0;
+            }
+            comm_host_broadcast(x, n, root);
+            expect_same_bytes(t, "a broadcast between hosts", x, want, n);
+            free(x);
+            free(want);
+        }
+    double sum[3] = {(double)rank, 1, 0x1p60 * (rank == 0)}, most[2] = {(double)rank, (double)-rank}, least[2] = {(double)rank, (double)-rank};
+    comm_host_all_reduce(sum, 3, COMM_SUM);
+    comm_host_all_reduce(most, 2, COMM_MAX);
+    comm_host_all_reduce(least, 2, COMM_MIN);
+    expect_true(t, sum[0] == world * (world - 1) / 2 && sum[1] == world && sum[2] == 0x1p60, "sums %g %g %g", sum[0], sum[1], sum[2]);
+    expect_true(t, most[0] == world - 1 && most[1] == 0 && least[0] == 0 && least[1] == 1 - world, "largest %g %g, smallest %g %g", most[0], most[1], least[0], least[1]);
+    expect_true(t, rank >= 0 && rank < world && test_world.local_rank >= 0 && test_world.local_rank < test_world.local_world && test_world.local_world <= world,
+                "rank %d of %d, on this host %d of %d", rank, world, test_world.local_rank, test_world.local_world);
+}
+
+static const TestRow comm_tests[] = {
+    {"groups", test_groups},
+    {"all_gather", test_all_gather},
+    {"reduce_scatter", test_reduce_scatter},
+    {"all_reduce", test_all_reduce},
+    {"all_reduce_double", test_all_reduce_double},
+    {"broadcast", test_broadcast},
+    {"rank_order", test_rank_order},
+    {"rounded_once", test_rounded_once},
+    {"not_finite", test_not_finite},
+    {"many_in_flight", test_many_in_flight},
+    {"chain", test_chain},
+    {"event", test_event},
+    {"opposite_orders", test_opposite_orders},
+    {"batch", test_batch},
+    {"forgotten_wait", test_forgotten_wait},
+    {"host", test_host},
+    {NULL, NULL},
+};
