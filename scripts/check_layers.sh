@@ -15,7 +15,7 @@ layers='
 4 zero.cu offload.cu acts.cu
 3 model.cu tensor_parallel.cu
 2 kernels/kernels.h kernels/kernel_list.h runtime/comm.h runtime/dataloader.h runtime/metrics.h runtime/tokenizer.h runtime/safetensors.h
-1 dsconfig_keys.h dsconfig_rules.h dsconfig.h runtime/device.h runtime/durable.h
+1 dsconfig_keys.h dsconfig_rules.h dsconfig.h runtime/device.h runtime/durable.h runtime/shards.h
 0 runtime/utils.h runtime/tensor.h runtime/json.h runtime/grid.h runtime/crc32c.h runtime/unicode.h
 '
 beside='

@@ -306,7 +306,7 @@ static void test_data_many_shards(Test *t) {
     omp_set_num_threads(2);
     DataLoader d;
     dataloader_open(&d, path, 60000, T, 4, false, false, 1, "train");
-    expect_equal_i64(t, "files", d.n_shards, FILES);
+    expect_equal_i64(t, "files", d.files.n_shards, FILES);
     expect_equal_i64(t, "tokens", d.total_tokens, total);
     for (int64_t sample = 0; sample < d.n_samples; sample += 4) expect_stream_batch(t, &d, sample, 4, 60000);
     held = open_descriptors() - held;
@@ -619,8 +619,8 @@ static void harm_case(void *arg) {
     if (c->harm == HARM_DELETE && remove(path) != 0) die(EXIT_INTERNAL, "remove: %s", strerror(errno));
     int fd = open(path, O_WRONLY | O_CLOEXEC);
     if (c->harm == HARM_TOKEN && pwrite(fd, &bad, 2, DATA_HEADER_BYTES + 2 * 11) != 2) die(EXIT_INTERNAL, "pwrite: %s", strerror(errno));
-    if (c->harm == HARM_EIO) d.read_at = read_eio;
-    if (c->harm == HARM_ENXIO) d.read_at = read_enxio;
+    if (c->harm == HARM_EIO) d.files.read_at = read_eio;
+    if (c->harm == HARM_ENXIO) d.files.read_at = read_enxio;
     if (c->ahead) dataloader_prefetch(&d, 8, 4);
     dataloader_fetch(&d, 4, 2, tokens, targets); // still the first file, and not what was asked for
     dataloader_fetch(&d, 8, 4, tokens, targets);
@@ -659,7 +659,7 @@ static void test_data_flaky(Test *t) {
     shard_put(folder_file(&f, path, "a.bin"), 0, 100, 2, 256);
     DataLoader d;
     dataloader_open(&d, path, 256, 8, 4, false, false, 1, "train");
-    d.read_at = read_flaky;
+    d.files.read_at = read_flaky;
     failing_reads = 2;
     expect_stream_batch(t, &d, 0, 1, 256);
     expect_true(t, failing_reads < 0, "%d failures were not met", failing_reads);
