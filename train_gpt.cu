@@ -208,7 +208,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     t->cfg = cfg;
     t->grid = grid;
     int *ranks = (int *)host_alloc(sizeof(int) * (size_t)grid.world);
-    for (int r = 0; r < grid.world; r++) ranks[r] = r; // data parallelism is the only axis: everybody shares the weights
+    for (int r = 0; r < grid.world; r++) ranks[r] = grid.first_rank + r; // data parallelism is the only axis: everybody shares the weights
     t->gather_group = comm_group_create(ranks, grid.zero_size);
     t->reduce_group = comm_group_create(ranks, grid.zero_size);
     free(ranks);

@@ -17,6 +17,7 @@ typedef struct {
 
 typedef struct {
     int world, rank;
+    int first_rank; // of the job: 0, unless a grid is smaller than the job (tests run one-rank trainers beside others)
     GridAxes size, coord;
     int zero_size, zero_rank; // dp x sp: the ranks that hold the same weights and share optimizer states, gradients, parameters
 } ProcessGrid;
@@ -34,6 +35,7 @@ static inline ProcessGrid grid_make(int rank, GridAxes size) {
     ProcessGrid g;
     g.world = size.pp * size.dp * size.sp * size.tp;
     g.rank = rank;
+    g.first_rank = 0;
     g.size = size;
     g.coord = grid_coords(rank, size);
     g.zero_size = size.dp * size.sp;

@@ -1,0 +1,211 @@
+// test_parallel.h - several ranks train as one: ZeRO stages, buckets and look-ahead against each other bit for bit, and
+// against a trainer of one rank that runs in the same process. Run with mpirun -n 1, 2, 3, 4 ./test_gpt parallel.
+//
+// Class A, bit for bit (sums run in the order of the ranks): what is sharded, bucket sizes, look-ahead, live elements,
+// streams. With one micro-batch an update all stages; with several, 0 = 1 and 2 = 3, since 0 and 1 add micro-batches
+// before ranks, 2 and 3 ranks before micro-batches. Class B, 1e-5 relative in fp32: the number of ranks, 1 against 2.
+#pragma once
+#include "test_model.h"
+
+enum { PARALLEL_UPDATES = 10 };
+
+// 12 samples an update divide by 1, 2, 3 and 4 ranks; widths that no number of ranks divides.
+static Config *parallel_config(int64_t accumulation) {
+    Config *c = tiny_config();
+    c->model.n_layer = 3;
+    c->model.n_head = 3, c->model.n_embd = KERNELS_ON_GPU ? 24 : 33, c->model.n_inner = KERNELS_ON_GPU ? 56 : 37;
+    c->model.vocab_size = 131;
+    c->run.seq_len = 19;
+    c->batch.gradient_accumulation_steps = accumulation;
+    c->batch.train_batch_size = 12 * accumulation;
+    return c;
+}
+
+static ProcessGrid grid_of_one(void) {
+    GridAxes one = {1, 1, 1, 1};
+    ProcessGrid g = grid_make(0, one);
+    g.first_rank = test_world.rank;
+    return g;
+}
+
+// PARALLEL_UPDATES updates on the ranks of a grid; the caller frees the weights.
+static float *parallel_run(const Config *config, ProcessGrid grid, StepStats *stats, int64_t *n, double *val_loss, Zero *bytes) {
+    Config c = *config;
+    c.batch.train_micro_batch_size_per_gpu = 12 / grid.world;
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    trainer_init_core(trainer, &c, grid, true, c.batch.train_micro_batch_size_per_gpu);
+    trainer->metrics.log_fd = -1;
+    dataloader_open(&trainer->train, tiny_tokens, 131, c.run.seq_len, c.batch.train_batch_size, false, false, 1, "data.train");
+    trainer->has_train = true;
+    dataloader_open(&trainer->val, tiny_tokens, 131, c.run.seq_len, 1, false, false, 1, "data.val");
+    trainer->has_val = true;
+    zero_init_weights(&trainer->zero, (uint64_t)c.run.seed);
+    for (int k = 0; k < PARALLEL_UPDATES; k++) {
+        stats[k] = train_step(trainer);
+        if (k == 4 && val_loss) *val_loss = evaluate(trainer);
+    }
+    float *w = trainer_weights(trainer, n);
+    if (bytes) *bytes = trainer->zero;
+    trainer_free(trainer);
+    free(trainer);
+    return w;
+}
+
+static void expect_same_run(Test *t, const char *what, const StepStats *got, const float *got_weights, const StepStats *want, const float *want_weights, int64_t n) {
+    for (int k = 0; k < PARALLEL_UPDATES; k++) {
+        expect_same_bytes(t, what, &got[k].loss, &want[k].loss, 8);
+        expect_same_bytes(t, what, &got[k].grad_norm, &want[k].grad_norm, 8);
+    }
+    expect_same_bytes(t, what, got_weights, want_weights, n * 4);
+}
+
+static void expect_near_run(Test *t, const char *what, const StepStats *got, const StepStats *want, double bound) {
+    for (int k = 0; k < PARALLEL_UPDATES; k++) {
+        expect_near(t, what, got[k].loss, want[k].loss, bound * want[k].loss);
+        expect_near(t, what, got[k].grad_norm, want[k].grad_norm, bound * want[k].grad_norm);
+    }
+}
+
+// Stages 0 to 3 in one type, one micro-batch: all bits equal; fp32 against one rank.
+static void stages_row(Test *t, DType dtype, int64_t accumulation) {
+    Config *c = parallel_config(accumulation);
+    config_set_dtype(c, dtype);
+    StepStats one[PARALLEL_UPDATES], stats[4][PARALLEL_UPDATES];
+    float *weights[4];
+    double val_one, val;
+    int64_t n;
+    free(parallel_run(c, grid_of_one(), one, &n, &val_one, NULL));
+    for (int stage = 0; stage < 4; stage++) {
+        c->zero.stage = stage;
+        weights[stage] = parallel_run(c, test_grid(), stats[stage], &n, &val, NULL);
+        double bound = dtype == DTYPE_FP32 ? 1e-5 : 1e-2;
+        expect_near_run(t, "against one rank", stats[stage], one, bound);
+        expect_near(t, "validation loss", val, val_one, bound * val_one);
+        int same_as = accumulation == 1 ? 0 : stage / 2 * 2;
+        char what[64];
+        snprintf(what, sizeof what, "stage %d against stage %d", stage, same_as);
+        expect_same_run(t, what, stats[stage], weights[stage], stats[same_as], weights[same_as], n);
+    }
+    for (int stage = 0; stage < 4; stage++) free(weights[stage]);
+    free(c);
+}
+static void test_stages_fp32(Test *t) { stages_row(t, DTYPE_FP32, 1); }
+static void test_stages_bf16(Test *t) { stages_row(t, DTYPE_BF16, 1); }
+static void test_stages_fp16(Test *t) { stages_row(t, DTYPE_FP16, 1); }
+static void test_stages_accumulation(Test *t) { stages_row(t, DTYPE_FP32, 3); }
+
+// Sizes of buckets, look-ahead and live elements, and whether communication has streams of its own, change no bit.
+static void test_buckets(Test *t) {
+    for (int stage = 1; stage < 4; stage++) {
+        Config *c = parallel_config(2);
+        c->zero.stage = stage;
+        StepStats want[PARALLEL_UPDATES], got[PARALLEL_UPDATES];
+        int64_t n;
+        float *want_weights = parallel_run(c, test_grid(), want, &n, NULL, NULL);
+        static const int64_t sizes[] = {0, 1, 1000, 20000, 500000000};
+        for (int k = 0; k < 5 * 6; k++) {
+            Config v = *c;
+            int64_t size = sizes[k % 5];
+            const char *what = "";
+            switch (k / 5) {
+            case 0: v.zero.reduce_bucket_size = size, what = "reduce_bucket_size"; break;
+            case 1: v.zero.prefetch_bucket_size = size, what = "stage3_prefetch_bucket_size"; break;
+            case 2: v.zero.max_live_parameters = size, what = "stage3_max_live_parameters"; break;
+            case 3: v.zero.max_reuse_distance = size, what = "stage3_max_reuse_distance"; break;
+            case 4: v.zero.param_persistence_threshold = size, what = "stage3_param_persistence_threshold"; break;
+            case 5: v.zero.overlap_comm = false, v.zero.reduce_bucket_size = v.zero.max_live_parameters = size, what = "overlap_comm false"; break;
+            }
+            if (stage < 3 && k / 5 >= 1 && k / 5 <= 4) continue;
+            float *weights = parallel_run(&v, test_grid(), got, &n, NULL, NULL);
+            expect_same_run(t, what, got, weights, want, want_weights, n);
+            free(weights);
+        }
+        free(want_weights);
+        free(c);
+    }
+}
+
+// Every optimizer under sharding: the states follow the shards.
+static void test_optimizers_sharded(Test *t) {
+    for (int type = 0; type < 3; type++) {
+        Config *c = parallel_config(1);
+        c->optimizer.type = (OptimizerType)type;
+        c->optimizer.momentum = 0.9;
+        c->optimizer.lr = type == OPTIMIZER_SGD ? 0.05 : 1e-3;
+        StepStats want[PARALLEL_UPDATES], got[PARALLEL_UPDATES];
+        int64_t n;
+        float *want_weights = parallel_run(c, test_grid(), want, &n, NULL, NULL);
+        c->zero.stage = 3;
+        float *weights = parallel_run(c, test_grid(), got, &n, NULL, NULL);
+        expect_same_run(t, optimizer_rules[type].name, got, weights, want, want_weights, n);
+        free(weights);
+        free(want_weights);
+        free(c);
+    }
+}
+
+// Bytes that the accounting claims: states are whole / N from stage 1 on, gradients from 2, weights from 3.
+static void test_sharded_bytes(Test *t) {
+    Config *c = parallel_config(1);
+    config_set_dtype(c, DTYPE_BF16);
+    int64_t n, N = test_world.world;
+    StepStats stats[PARALLEL_UPDATES];
+    for (int stage = 0; stage < 4; stage++) {
+        Zero z;
+        c->zero.stage = stage;
+        free(parallel_run(c, test_grid(), stats, &n, NULL, &z));
+        // Rounding to ROW_ALIGN elements a shard: at most 64 elements of 4 bytes a unit, 5 units.
+        double slack = 5 * 64 * 8 * (double)N, padded = (double)z.state_bytes / 8 * (stage >= 1 ? (double)N : 1);
+        expect_true(t, padded >= (double)n, "states of %g elements for %" PRId64 " parameters", padded, n);
+        expect_near(t, "masters", (double)z.master_bytes, padded * 4 / (stage >= 1 ? (double)N : 1), slack);
+        expect_near(t, "gradients", (double)z.grad_bytes, padded * 4 / (stage >= 2 ? (double)N : 1), slack);
+        expect_near(t, "weights", (double)z.param_bytes, padded * 2 / (stage >= 3 ? (double)N : 1), slack);
+    }
+    free(c);
+}
+
+// Saved under one stage, loaded under another, by as many ranks and by one: the same bits go on.
+static void test_resume_across_stages(Test *t) {
+    if (!test_world.world) return;
+    char folder[64] = "/tmp/test_gpt_XXXXXX";
+    if (test_world.rank == 0) CHECK(mkdtemp(folder), "mkdtemp: %s", strerror(errno));
+    comm_host_broadcast(folder, sizeof folder, 0);
+    Config *c = parallel_config(1);
+    snprintf(c->run.resume, sizeof c->run.resume, "auto");
+    snprintf(c->checkpoint.save_dir, sizeof c->checkpoint.save_dir, "%s", folder);
+    c->zero.stage = 3;
+    c->batch.train_micro_batch_size_per_gpu = 12 / test_world.world;
+    StepStats want[4];
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    for (int way = -1; way < 4; way++) { // -1 trains and saves; 0..3 load under that stage
+        c->zero.stage = way < 0 ? 3 : way;
+        trainer_init_core(trainer, c, test_grid(), true, c->batch.train_micro_batch_size_per_gpu);
+        trainer->metrics.log_fd = -1;
+        dataloader_open(&trainer->train, tiny_tokens, 131, c->run.seq_len, 12, false, false, 1, "data.train");
+        trainer->has_train = true;
+        if (way < 0) {
+            zero_init_weights(&trainer->zero, 7);
+            if (test_world.rank == 0) trainer->store = checkpoint_open(folder, false);
+            for (int k = 0; k < 3; k++) train_step(trainer);
+            save(trainer, true);
+        } else expect_true(t, trainer_load(trainer) && trainer->step == 3, "step %" PRId64, trainer->step);
+        for (int k = 0; k < 4; k++) {
+            StepStats s = train_step(trainer);
+            if (way < 0) want[k] = s;
+            expect_same_bytes(t, "loss", &s.loss, &want[k].loss, 8);
+            expect_same_bytes(t, "gradient norm", &s.grad_norm, &want[k].grad_norm, 8);
+        }
+        trainer_free(trainer);
+    }
+    double done = 1;
+    comm_host_all_reduce(&done, 1, COMM_SUM); // nobody reads any more
+    if (test_world.rank == 0) remove_folder(folder);
+    free(trainer);
+    free(c);
+}
+
+static const TestRow parallel_tests[] = {
+    {"stages, fp32", test_stages_fp32}, {"stages, bf16", test_stages_bf16}, {"stages, fp16", test_stages_fp16}, {"stages, accumulation", test_stages_accumulation},
+    {"buckets", test_buckets}, {"optimizers, sharded", test_optimizers_sharded}, {"bytes", test_sharded_bytes}, {"resume across stages", test_resume_across_stages},
+    {NULL, NULL},
+};
