@@ -204,7 +204,8 @@ enum { // flags of a row
     AUTO = 1,           // "auto" stands for the default, or for what config_resolve works out
     NULL_OK = 2,        // null is a documented value and means "not given"; elsewhere a notice says that it does
     FALSE_OK = 4,       // so does false
-    SAY = 8,            // whoever gives this key is told the row's text
+    SAY = 8,            // whoever gives this key is told the row's text, as a notice
+    TELL = 8192,        // the same, but --strict does not mind
     V19 = 16,           // came with DeepSpeed 0.19
     EXCLUSIVE = 32,     // an alias that must not stand beside its target, even with an equal value
     ZERO_ABSENT = 64,   // an alias for which 0 means "not given"
@@ -296,14 +297,17 @@ typedef struct {
     bool said_python, said_quotes, said_version;
 } ConfigReader;
 
-PRINTF_LIKE(6, 7) static void config_say(ConfigReader *r, ConfigMessageKind kind, int line, const char *key, const char *value, const char *format, ...) {
+// Adds a message. line: in the file; 0 = none, -1 = it is about the command line. key and value may be "".
+PRINTF_LIKE(6, 7) static void config_say(ConfigReader *r, ConfigMessageKind kind, int line, const char *key, const char *value,
+                                         const char *format, ...) {
     ConfigReport *report = r->report;
     char text[1600], shown_key[200], place[32] = "";
     if (kind == CONFIG_NOTICE && r->strict) kind = CONFIG_PROBLEM;
     if (report->of[kind]++ >= CONFIG_MESSAGES_MAX || report->count >= 4 * CONFIG_MESSAGES_MAX) return;
     if (line > 0) snprintf(place, sizeof place, ":%d", line);
     int n = snprintf(text, sizeof text, "%.400s%s: ", line < 0 ? "command line" : r->source, place);
-    if (key[0]) n += snprintf(text + n, sizeof text - (size_t)n, "%s%s%.120s: ", text_escape(shown_key, sizeof shown_key, key, strlen(key)), value[0] ? " = " : "", value);
+    text_escape(shown_key, sizeof shown_key, key, strlen(key));
+    if (key[0]) n += snprintf(text + n, sizeof text - (size_t)n, "%s%s%.120s: ", shown_key, value[0] ? " = " : "", value);
     va_list args;
     va_start(args, format);
     vsnprintf(text + n, sizeof text - (size_t)n, format, args);
@@ -401,7 +405,8 @@ static const char *config_show_field(const Config *config, const ConfigKey *k, c
             if (*s == '"' || *s == '\\') dst[used++] = '\\';
             bool c1 = *s == '\xc2' && (unsigned char)s[1] >= 0x80 && (unsigned char)s[1] < 0xa0; // control characters beyond ASCII
             if (c1) s++;
-            if (c1 || (unsigned char)*s < 0x20 || *s == 0x7f) used += (size_t)snprintf(dst + used, room - used, "\\u%04x", (unsigned)(unsigned char)*s);
+            if (c1 || (unsigned char)*s < 0x20 || *s == 0x7f)
+                used += (size_t)snprintf(dst + used, room - used, "\\u%04x", (unsigned)(unsigned char)*s);
             else dst[used++] = *s;
         }
         dst[used++] = '"';
@@ -458,7 +463,10 @@ static bool config_convert(const ConfigReader *r, const ConfigKey *k, int node, 
     const char *text = json_text(j, node);
     char words[200];
     if (n->type == JSON_ARRAY && (k->flags & LIST1)) {
-        if (n->count != 1) { snprintf(why, room, "is a list of %d numbers; there is one group of weights here: give one number", n->count); return false; }
+        if (n->count != 1) {
+            snprintf(why, room, "is a list of %d numbers; there is one group of weights here: give one number", n->count);
+            return false;
+        }
         node = n->first;
         n = &j->node[node];
     }
@@ -466,7 +474,8 @@ static bool config_convert(const ConfigReader *r, const ConfigKey *k, int node, 
     case KEY_BOOL: {
         bool yes = n->type == JSON_STRING && config_same_word(text, "true"), no = n->type == JSON_STRING && config_same_word(text, "false");
         int64_t number = -1;
-        if (n->type == JSON_NUMBER && json_to_i64(text, n->length, &number) == JSON_WHOLE && (number == 0 || number == 1)) { yes = number == 1; no = !yes; }
+        bool whole = n->type == JSON_NUMBER && json_to_i64(text, n->length, &number) == JSON_WHOLE;
+        if (whole && (number == 0 || number == 1)) { yes = number == 1; no = !yes; }
         if (n->type != JSON_BOOL && !yes && !no) break;
         if (n->type != JSON_BOOL) *remark = n->type == JSON_STRING ? "a boolean in quotes" : "a number as a boolean";
         *(bool *)value = n->type == JSON_BOOL ? n->truth : yes;
@@ -497,19 +506,24 @@ static bool config_convert(const ConfigReader *r, const ConfigKey *k, int node, 
         int element = n->first;
         for (int i = 0; i < 2; i++, element = j->node[element].next) {
             double *x = (double *)value + i;
-            if (!config_number(r, element, &text, remark)) { snprintf(why, room, "holds %s; give a list of two numbers", json_type_name(j->node[element].type)); return false; }
+            if (!config_number(r, element, &text, remark)) {
+                snprintf(why, room, "holds %s; give a list of two numbers", json_type_name(j->node[element].type));
+                return false;
+            }
             if (!json_to_double(text, x)) { snprintf(why, room, "holds a number that is not finite; give a smaller one"); return false; }
             if (!config_in_range(k->accepts, *x, why, room)) return false;
         }
         return true;
     }
-    case KEY_TEXT:
+    case KEY_TEXT: {
+        uint32_t bytes = k->size ? k->size : CONFIG_PATH_MAX;
         if (n->type != JSON_STRING && !(r->command_line && (n->type == JSON_NUMBER || n->type == JSON_BOOL))) break; // there quotes are rare
         if (memchr(text, 0, (size_t)n->length)) { snprintf(why, room, "holds a zero byte; remove it"); return false; }
-        if (n->length >= (int32_t)(k->size ? k->size : CONFIG_PATH_MAX)) { snprintf(why, room, "is longer than %u bytes; shorten it", (unsigned)(k->size ? k->size : CONFIG_PATH_MAX) - 1); return false; }
-        memset(value, 0, k->size);
-        memcpy(value, text, (size_t)n->length + 1);
+        if (n->length >= (int32_t)bytes) { snprintf(why, room, "is longer than %u bytes; shorten it", bytes - 1); return false; }
+        memset(value, 0, bytes);
+        memcpy(value, text, (size_t)n->length);
         return true;
+    }
     case KEY_CHOICE: {
         if (n->type != JSON_STRING && !r->command_line) break;
         int index = memchr(text, 0, (size_t)n->length) ? -1 : config_word_index(k->accepts, text);
@@ -538,7 +552,8 @@ static bool config_convert(const ConfigReader *r, const ConfigKey *k, int node, 
         break;
     case KEY_ANY: return true;
     }
-    snprintf(why, room, "is %s, but this key takes %s; give that", json_type_name(n->type), config_type_name(k));
+    bool quotes = (k->type == KEY_TEXT || k->type == KEY_CHOICE) && (n->type == JSON_NUMBER || n->type == JSON_BOOL);
+    snprintf(why, room, "is %s, but this key takes %s; %s", json_type_name(n->type), config_type_name(k), quotes ? "put it in quotes" : "give that");
     return false;
 }
 
@@ -552,7 +567,8 @@ static void config_initial(const ConfigKey *k, char *value) {
     Json j;
     ConfigReader reader = {};
     reader.json = &j;
-    CHECK(json_parse(&j, quoted, (int64_t)strlen(quoted), JSON_STRICT) && config_convert(&reader, k, 0, value, why, sizeof why, &remark), "default %s of %s", k->initial, k->path);
+    CHECK(json_parse(&j, quoted, (int64_t)strlen(quoted), JSON_STRICT) && config_convert(&reader, k, 0, value, why, sizeof why, &remark),
+          "default %s of %s", k->initial, k->path);
     json_free(&j);
 }
 
@@ -588,7 +604,8 @@ PRINTF_LIKE(4, 5) static void config_say_key(ConfigReader *r, ConfigMessageKind 
     bool has_value = config_keys[i].size > 0 && !(config_keys[i].type == KEY_TEXT && !((const char *)r->config)[config_keys[i].offset]);
     if (kind == CONFIG_PROBLEM) state->refused = true;
     if (state->alias) path = config_keys[state->alias - 1].path; // as the user knows it
-    config_say(r, kind, state->origin == ORIGIN_COMMAND_LINE ? -1 : state->line, path, has_value ? config_show_field(r->config, &config_keys[i], value, sizeof value) : "", "%s", text);
+    config_say(r, kind, state->origin == ORIGIN_COMMAND_LINE ? -1 : state->line, path,
+               has_value ? config_show_field(r->config, &config_keys[i], value, sizeof value) : "", "%s", text);
 }
 
 static void config_derive(ConfigReader *r, const char *path, ConfigOrigin origin) { // notes that config_resolve set the field
@@ -673,7 +690,9 @@ static void config_suggest(const char *prefix, const char *word, char *dst, size
 // ---------------------------------------------------------------------------------------------------------------
 // The walk over the nodes
 
-static int config_compare_path(const void *a, const void *b) { return strcmp((*(const ConfigKey *const *)a)->path, (*(const ConfigKey *const *)b)->path); }
+static int config_compare_path(const void *a, const void *b) {
+    return strcmp((*(const ConfigKey *const *)a)->path, (*(const ConfigKey *const *)b)->path);
+}
 
 static const ConfigKey *config_look_up(const ConfigReader *r, const char *path) {
     ConfigKey wanted = {};
@@ -708,7 +727,8 @@ PRINTF_LIKE(4, 5) static void config_say_node(ConfigReader *r, ConfigMessageKind
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    config_say(r, kind, config_line(r, node), config_node_path(r, node, path, sizeof path), config_show_node(r->json, node, value, sizeof value), "%s", text);
+    config_say(r, kind, config_line(r, node), config_node_path(r, node, path, sizeof path),
+               config_show_node(r->json, node, value, sizeof value), "%s", text);
 }
 
 // Counts the visit of a node and reports what is wrong with its form. False: there is no value to be used.
@@ -724,7 +744,8 @@ static bool config_visit(ConfigReader *r, int node) {
     if (n->type == JSON_BAD) return false;
     const char *dollar = n->type == JSON_STRING ? strstr(json_text(r->json, node), "${") : NULL;
     if (dollar && strchr(dollar, '}')) {
-        config_say_node(r, CONFIG_PROBLEM, node, "looks like a template whose variables were not filled in, and variables of the environment are not read; put the value itself here");
+        config_say_node(r, CONFIG_PROBLEM, node, "looks like a template whose variables were not filled in, and variables of the environment "
+                        "are not read; put the value itself here");
         return false;
     }
     if (r->command_line) return true;
@@ -779,12 +800,15 @@ static void config_feature(ConfigReader *r, const ConfigKey *k, int node) {
     else if (strcmp(k->accepts, "*") == 0) on = config_any_enabled(j, node);
     else {
         int child = json_find(j, node, k->accepts);
-        if (strcmp(k->accepts, "mode") == 0) on = child < 0 ? node : strcmp(json_text(j, child), "dense") == 0 && j->node[child].type == JSON_STRING ? -1 : child;
+        if (strcmp(k->accepts, "mode") == 0)
+            on = child < 0 ? node : strcmp(json_text(j, child), "dense") == 0 && j->node[child].type == JSON_STRING ? -1 : child;
         else if (child >= 0 && config_is_on(j, child)) on = child;
     }
     if (on < 0) config_say_node(r, CONFIG_NOTICE, node, "is off; nothing in it has an effect (%s)", k->text);
     else if (k->flags & NOT_YET) config_say_node(r, CONFIG_UNBUILT, on, "not built yet (%s); remove the section, or switch it off", k->text);
-    else config_say_node(r, CONFIG_PROBLEM, on, "is not part of this program (%s); remove the section%s", k->text, strcmp(k->accepts, "enabled") == 0 ? ", or set \"enabled\" to false" : "");
+    else
+        config_say_node(r, CONFIG_PROBLEM, on, "is not part of this program (%s); remove the section%s", k->text,
+                        strcmp(k->accepts, "enabled") == 0 ? ", or set \"enabled\" to false" : "");
     for (int c = n->first; c >= 0; c = j->node[c].next) config_swallow(r, c);
 }
 
@@ -793,9 +817,8 @@ static void config_store(ConfigReader *r, const ConfigKey *k, const ConfigKey *a
     char value[CONFIG_VALUE_MAX] = {}, why[320];
     const char *remark = NULL;
     ConfigKeyState *state = &r->config->key[config_index(k)];
-    int64_t number;
     const JsonNode *n = &r->json->node[node];
-    if (alias && (alias->flags & ZERO_ABSENT) && n->type == JSON_NUMBER && json_to_i64(json_text(r->json, node), n->length, &number) == JSON_WHOLE && number == 0) return;
+    if (alias && (alias->flags & ZERO_ABSENT) && n->type == JSON_NUMBER && !config_is_on(r->json, node)) return;
     if (!config_convert(r, k, node, value, why, sizeof why, &remark)) {
         state->refused = true;
         config_say_node(r, CONFIG_PROBLEM, node, "%s", why);
@@ -813,7 +836,8 @@ static void config_store(ConfigReader *r, const ConfigKey *k, const ConfigKey *a
     char *field = (char *)r->config + k->offset;
     ConfigOrigin origin = r->command_line ? ORIGIN_COMMAND_LINE : ORIGIN_FILE;
     if (state->origin == origin && !r->command_line) { // the same key under another spelling
-        if (memcmp(field, value, k->size) != 0) config_say_node(r, CONFIG_PROBLEM, node, "differs from the same setting on line %d (%s); keep one of them", state->line, k->path);
+        if (memcmp(field, value, k->size) != 0)
+            config_say_node(r, CONFIG_PROBLEM, node, "differs from the same setting on line %d (%s); keep one of them", state->line, k->path);
         else config_say_node(r, CONFIG_NOTICE, node, "repeats the setting on line %d (%s)", state->line, k->path);
         return;
     }
@@ -821,7 +845,7 @@ static void config_store(ConfigReader *r, const ConfigKey *k, const ConfigKey *a
     memcpy(field, value, k->size);
     *state = {(uint8_t)origin, false, (int16_t)(alias ? config_index(alias) + 1 : 0), r->command_line ? 0 : n->line};
     if (alias && (alias->flags & SAY)) config_say_node(r, CONFIG_NOTICE, node, "taken as %s (%s)", k->path, alias->text);
-    if (k->flags & SAY) config_say_node(r, CONFIG_NOTICE, node, "%s", k->text);
+    if (k->flags & (SAY | TELL)) config_say_node(r, k->flags & SAY ? CONFIG_NOTICE : CONFIG_INFO, node, "%s", k->text);
 }
 
 static void config_walk(ConfigReader *r, int object, const char *section);
@@ -830,9 +854,11 @@ static void config_section(ConfigReader *r, const ConfigKey *k, int node) {
     const Json *j = r->json;
     const JsonNode *n = &j->node[node];
     if (n->type == JSON_BOOL && (k->flags & BOOL_OK)) { // the old form of zero_optimization
-        int stage = config_find_key("zero_optimization.stage");
+        ConfigKeyState *stage = &r->config->key[config_find_key("zero_optimization.stage")];
         r->config->zero.stage = n->truth;
-        r->config->key[stage] = {(uint8_t)(r->command_line ? ORIGIN_COMMAND_LINE : ORIGIN_FILE), false, (int16_t)(config_index(k) + 1), r->command_line ? 0 : n->line};
+        stage->origin = r->command_line ? ORIGIN_COMMAND_LINE : ORIGIN_FILE;
+        stage->alias = (int16_t)(config_index(k) + 1);
+        stage->line = r->command_line ? 0 : n->line;
         config_say_node(r, CONFIG_NOTICE, node, "the old form; taken as {\"stage\": %d}", n->truth);
         return;
     }
@@ -848,7 +874,8 @@ static void config_section(ConfigReader *r, const ConfigKey *k, int node) {
     if (k->flags & SAY) config_say_node(r, CONFIG_NOTICE, node, "taken as %s (%s)", k->path, k->text);
     if (k->accepts[0] && !r->command_line) {
         int on = json_find(j, node, k->accepts);
-        if ((on < 0 || !config_is_on(j, on)) && n->count > (on >= 0)) config_say_node(r, CONFIG_NOTICE, node, "is off; its other keys have no effect (%s)", k->text);
+        if ((on < 0 || !config_is_on(j, on)) && n->count > (on >= 0))
+            config_say_node(r, CONFIG_NOTICE, node, "is off; its other keys have no effect (%s)", k->text);
     }
     config_walk(r, node, k->path);
 }
@@ -870,7 +897,8 @@ static void config_member(ConfigReader *r, int node, const char *path, const cha
     if (!k) {
         char help[600] = "";
         if (r->suggestions_left-- > 0) config_suggest(prefix, json_key(j, node), help, sizeof help);
-        config_say_node(r, CONFIG_PROBLEM, node, "is no key%s; %s", prefix[0] ? " of this section" : "", help[0] ? help : "remove it (--help-config lists all keys)");
+        config_say_node(r, CONFIG_PROBLEM, node, "is no key%s; %s", prefix[0] ? " of this section" : "",
+                        help[0] ? help : "remove it (--help-config lists all keys)");
         config_swallow(r, node);
         return;
     }
@@ -926,7 +954,8 @@ static void config_member(ConfigReader *r, int node, const char *path, const cha
         char place[100];
         bool off = enabled >= 0 && !config_is_on(j, enabled);
         const char *said = off ? "it is off" : k->text;
-        if (flags & SECRET) config_say(r, CONFIG_NOTICE, config_line(r, node), config_node_path(r, node, place, sizeof place), "", "has no effect: %s", said);
+        if (flags & SECRET)
+            config_say(r, CONFIG_NOTICE, config_line(r, node), config_node_path(r, node, place, sizeof place), "", "has no effect: %s", said);
         else config_say_node(r, CONFIG_NOTICE, node, "has no effect: %s", said);
         for (int c = n->first; c >= 0; c = j->node[c].next) config_swallow(r, c);
         return;
@@ -946,8 +975,8 @@ static void config_walk(ConfigReader *r, int object, const char *section) {
             continue;
         }
         int length = snprintf(path, sizeof path, "%s%.*s", prefix, n->key_length, json_key(j, c));
-        bool fits = length < (int)sizeof path && !memchr(json_key(j, c), 0, (size_t)n->key_length) && !strchr(json_key(j, c), '.') && !strchr(json_key(j, c), '*');
-        config_member(r, c, fits ? path : "?", prefix);
+        bool plain = strlen(json_key(j, c)) == (size_t)n->key_length && !strpbrk(json_key(j, c), ".*"); // else it could pass for a path
+        config_member(r, c, plain && length < (int)sizeof path ? path : "?", prefix);
     }
 }
 
@@ -976,7 +1005,10 @@ static bool config_override_text(const char *override, char *dst, size_t room, c
     const char *equals = strchr(override, '=');
     size_t path_length = equals ? (size_t)(equals - override) : strlen(override), used = 0, value_length, first = strcspn(override, ".=");
     char ours[CONFIG_NAME_MAX + 16], top[CONFIG_NAME_MAX];
-    if (!equals) { snprintf(why, why_room, "is neither an option nor an override; overrides look like run.steps=100, options begin with -- (see --help)"); return false; }
+    if (!equals) {
+        snprintf(why, why_room, "is neither an option nor an override; overrides look like run.steps=100, options begin with -- (see --help)");
+        return false;
+    }
     if (path_length == 0) { snprintf(why, why_room, "has no key before the '='; write key.path=value"); return false; }
     if (equals[1] == 0) { snprintf(why, why_room, "has no value after the '='; give one, or null to take back what the file says"); return false; }
     if (strlen(override) > 8192) { snprintf(why, why_room, "is longer than 8192 bytes; put it into the file"); return false; }
@@ -1020,7 +1052,9 @@ static bool config_read_text(ConfigReader *r, const char *text, int64_t length) 
         return false;
     }
     bool object = j.node[0].type == JSON_OBJECT;
-    if (!object) config_say(r, CONFIG_PROBLEM, j.node[0].line, "", "", "the whole is %s; a configuration is an object, {...}", json_type_name(j.node[0].type));
+    if (!object)
+        config_say(r, CONFIG_PROBLEM, j.node[0].line, "", "", "the whole is %s; a configuration is an object, {...}",
+                   json_type_name(j.node[0].type));
     else {
         r->visits = (uint8_t *)host_alloc((size_t)j.count);
         r->visits[0] = 1;
@@ -1029,7 +1063,8 @@ static bool config_read_text(ConfigReader *r, const char *text, int64_t length) 
             if (strchr(json_key(&j, c), '-') && !config_is_comment(&j, c)) { if (first < 0) first = c; hyphens++; }
         if (hyphens >= 2) {
             r->foreign = true;
-            config_say_node(r, CONFIG_PROBLEM, first, "this is a run file of gpt-neox, of which only the DeepSpeed sections can be used here; remove the keys with hyphens, and give the model's shape in train_gpt.model");
+            config_say_node(r, CONFIG_PROBLEM, first, "this is a run file of gpt-neox, of which only the DeepSpeed sections can be used "
+                            "here; remove the keys with hyphens, and give the model's shape in train_gpt.model");
         }
         config_walk(r, 0, "");
         for (int i = 0; i < j.count; i++) CHECK(r->visits[i] == 1, "line %d: value %d was visited %d times", j.node[i].line, i, r->visits[i]);
@@ -1042,7 +1077,8 @@ static bool config_read_text(ConfigReader *r, const char *text, int64_t length) 
 
 // Reads text[0..length) (null: no file) and the overrides for a job of `world` ranks into *config, and everything that is to be said
 // into *report, which must be zeroed or freed before, and be freed after. The configuration is good if config_refusals(report) is 0.
-static void config_parse(const char *text, int64_t length, const char *name, const char *const *override, int n_overrides, int64_t world, bool strict, Config *config, ConfigReport *report) {
+static void config_parse(const char *text, int64_t length, const char *name, const char *const *override, int n_overrides, int64_t world,
+                         bool strict, Config *config, ConfigReport *report) {
     char source[400], why[300];
     ConfigReader r = {};
     memset(config, 0, sizeof *config);
@@ -1086,8 +1122,11 @@ static const char *config_origin_text(const ConfigKeyState *state, char *dst, si
 // Whether a row is part of the effective table: it has a value in force that means something.
 static bool config_in_table(const Config *c, int i) {
     const ConfigKey *k = &config_keys[i];
-    if (!k->size || (k->treatment == TREAT_LATER && c->key[i].origin == ORIGIN_DEFAULT) || strncmp(k->path, "zero_optimization.cpu_offload", 29) == 0) return false;
-    if (k->with[0] && !config_has_word(k->with, strncmp(k->path, "optimizer.", 10) == 0 ? config_optimizer_name(c->optimizer.type) : config_scheduler_name(c->scheduler.type))) return false;
+    if (!k->size || (k->treatment == TREAT_LATER && c->key[i].origin == ORIGIN_DEFAULT) || strncmp(k->path, "zero_optimization.cpu_offload", 29) == 0)
+        return false;
+    bool of_optimizer = strncmp(k->path, "optimizer.", 10) == 0;
+    const char *with = of_optimizer ? config_optimizer_name(c->optimizer.type) : config_scheduler_name(c->scheduler.type);
+    if (k->with[0] && !config_has_word(k->with, with)) return false;
     if (k->type == KEY_TEXT && !((const char *)c)[k->offset]) return false;
     bool compat = k->offset >= offsetof(Config, compat) && k->offset < offsetof(Config, compat) + sizeof c->compat;
     if (compat && c->key[i].origin == ORIGIN_DEFAULT) return false;
@@ -1109,7 +1148,9 @@ static void config_print_table(FILE *out, const Config *c) {
         if (!config_in_table(c, i)) continue;
         if (heading) fprintf(out, "# %s\n", heading);
         heading = NULL;
-        fprintf(out, "%s = %-*s # %s\n", k->path, (int)max_i64(1, 70 - (int64_t)strlen(k->path)), config_show_field(c, k, value, sizeof value), config_origin_text(&c->key[i], origin, sizeof origin));
+        int width = (int)max_i64(1, 70 - (int64_t)strlen(k->path));
+        config_show_field(c, k, value, sizeof value);
+        fprintf(out, "%s = %-*s # %s\n", k->path, width, value, config_origin_text(&c->key[i], origin, sizeof origin));
     }
 }
 
@@ -1123,7 +1164,9 @@ static void config_print_help(FILE *out) {
         char accepts[160];
         snprintf(accepts, sizeof accepts, "%s%s%s%s", type_name[k->type], k->accepts[0] ? " " : "", k->accepts, k->flags & AUTO ? ", auto" : "");
         switch (k->treatment) {
-        case TREAT_USE: fprintf(out, "%s; %s%s%s%s: %s\n", accepts, k->initial[0] ? "default " : "no fixed default", k->initial, k->with[0] ? "; with " : "", k->with, k->text); break;
+        case TREAT_USE:
+            fprintf(out, "%s; %s%s%s%s: %s\n", accepts, k->initial[0] ? "default " : "no fixed default", k->initial, k->with[0] ? "; with " : "", k->with, k->text);
+            break;
         case TREAT_LATER: fprintf(out, "%s; default %s: %s [not built yet]\n", accepts, k->initial, k->text); break;
         case TREAT_ALIAS: fprintf(out, "another spelling of %s\n", k->accepts); break;
         case TREAT_NOTE: fprintf(out, "no effect: %s\n", k->text); break;
@@ -1163,7 +1206,9 @@ static void config_print_usage(FILE *out) {
 // backend, capability 0, has all types. To be called once the device is known.
 static void config_fit_device(Config *c, int capability) {
     if (c->dtype != DTYPE_BF16 || capability == 0 || capability >= 80) return;
-    if (!c->precision_is_auto) die(EXIT_CONFIG, "bf16.enabled = true: this GPU has compute capability %d.%d, and bf16 needs 8.0; use fp16.enabled", capability / 10, capability % 10);
+    if (!c->precision_is_auto)
+        die(EXIT_CONFIG, "bf16.enabled = true: this GPU has compute capability %d.%d, and bf16 needs 8.0; use fp16.enabled", capability / 10,
+            capability % 10);
     c->bf16.enabled = false;
     c->fp16.enabled = true;
     c->dtype = DTYPE_FP16;
@@ -1172,7 +1217,8 @@ static void config_fit_device(Config *c, int capability) {
 
 static bool config_read_int(const char *text, int64_t low, int64_t high, int64_t *value) { // plain digits
     int64_t v;
-    if (!text || !json_number_valid(text, (int64_t)strlen(text)) || json_to_i64(text, (int64_t)strlen(text), &v) != JSON_WHOLE || v < low || v > high) return false;
+    if (!text || !json_number_valid(text, (int64_t)strlen(text)) || json_to_i64(text, (int64_t)strlen(text), &v) != JSON_WHOLE || v < low || v > high)
+        return false;
     *value = v;
     return true;
 }
@@ -1186,11 +1232,10 @@ static bool config_option(int argc, char **argv, int *i, const char *name, const
     return true;
 }
 
-static void config_set_path(char *dst, size_t room, const char *name, const char *value) {
-    if (!value || !value[0]) die(EXIT_CONFIG, "%s needs a value after it; see --help", name);
-    if (strlen(value) >= room) die(EXIT_CONFIG, "%s: the value is longer than %zu bytes", name, room - 1);
-    if (dst[0] && strcmp(dst, value) != 0) die(EXIT_CONFIG, "%s is given twice with different values; give it once", name);
-    snprintf(dst, room, "%s", value);
+static void config_set_text(const char **dst, const char *option, const char *value) {
+    if (!value || !value[0]) die(EXIT_CONFIG, "%s needs a value after it; see --help", option);
+    if ((*dst)[0] && strcmp(*dst, value) != 0) die(EXIT_CONFIG, "%s is given twice with different values; give it once", option);
+    *dst = value;
 }
 
 static char *config_read_stdin(int64_t *length) {
@@ -1243,109 +1288,151 @@ static int64_t config_environment_rank(const char *openmpi, const char *other) {
     int64_t rank = 0, second;
     bool first = config_read_int(getenv(openmpi), 0, 1000000, &rank);
     if (!config_read_int(getenv(other), 0, 1000000, &second)) return rank;
-    if (first && rank != second) die(EXIT_CONFIG, "the environment says %s = %" PRId64 ", but %s = %" PRId64 "; unset one of them", openmpi, rank, other, second);
+    if (first && rank != second)
+        die(EXIT_CONFIG, "the environment says %s = %" PRId64 ", but %s = %" PRId64 "; unset one of them", openmpi, rank, other, second);
     return second;
 }
 
-static Config *config_load(int argc, char **argv) {
-    Config *config = (Config *)host_alloc(sizeof *config);
-    Config given = {}; // what stands on the command line
-    const char **override = (const char **)host_alloc((size_t)argc * sizeof *override), *value, *world_source = "", *file = "";
-    int n_overrides = 0;
-    bool strict = false, check = false, world_given = false;
-    int64_t world = config_world(&world_source), length = 0, local_rank = config_environment_rank("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK");
+// What the command line says besides the configuration.
+typedef struct {
+    const char *file;         // "" = none, "-" = standard input, "base64:..."
+    const char **override;    // as many as n_overrides
+    int n_overrides;
+    bool strict, check, world_given, generate;
+    const char *prompt, *export_dir, *load_dir, *load_tag, *world_source;
+    int64_t world, local_rank;
+} CommandLine;
+
+__attribute__((noreturn)) static void config_leave(void) { // after what was asked for is printed
+    fflush(stdout);
+    exit(EXIT_OK);
+}
+
+static CommandLine config_read_arguments(int argc, char **argv) {
+    CommandLine l = {};
+    const char *value;
+    l.file = l.prompt = l.export_dir = l.load_dir = l.load_tag = l.world_source = "";
+    l.override = (const char **)host_alloc((size_t)argc * sizeof *l.override);
+    l.world = config_world(&l.world_source);
+    l.local_rank = config_environment_rank("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK");
     for (int i = 1; i < argc; i++) {
         char shown[200];
-        text_escape(shown, sizeof shown, argv[i], strlen(argv[i]));
-        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) { config_print_usage(stdout); fflush(stdout); exit(EXIT_OK); }
-        else if (strcmp(argv[i], "--version") == 0) { printf("train_gpt %s\n", CONFIG_VERSION); fflush(stdout); exit(EXIT_OK); }
-        else if (strcmp(argv[i], "--help-config") == 0) { config_print_help(stdout); fflush(stdout); exit(EXIT_OK); }
-        else if (strcmp(argv[i], "--check-config") == 0) check = true;
-        else if (strcmp(argv[i], "--strict") == 0) strict = true;
-        else if (strcmp(argv[i], "--plan") == 0 || strcmp(argv[i], "--inspect") == 0) die(EXIT_CONFIG, "%s: not built yet; remove it", shown);
-        else if (strcmp(argv[i], "--deepspeed") == 0 && (i + 1 == argc || argv[i + 1][0] == '-' || strchr(argv[i + 1], '=')))
-            note("--deepspeed without a file has no effect; name the configuration after it, or with -c");
-        else if (config_option(argc, argv, &i, "-c", &value) || config_option(argc, argv, &i, "--config", &value) || config_option(argc, argv, &i, "--deepspeed_config", &value) || config_option(argc, argv, &i, "--deepspeed", &value)) {
-            if (!value || !value[0]) die(EXIT_CONFIG, "%s needs the name of a configuration file after it; see --help", shown);
-            if (file[0] && strcmp(file, value) != 0) die(EXIT_CONFIG, "%s: a configuration file is named already; name one", shown);
-            file = value;
-        }
+        const char *arg = argv[i];
+        text_escape(shown, sizeof shown, arg, strlen(arg));
+        bool bare_deepspeed = strcmp(arg, "--deepspeed") == 0 && (i + 1 == argc || argv[i + 1][0] == '-' || strchr(argv[i + 1], '='));
+        if (strcmp(arg, "--help") == 0 || strcmp(arg, "-h") == 0) { config_print_usage(stdout); config_leave(); }
+        else if (strcmp(arg, "--version") == 0) { printf("train_gpt %s\n", CONFIG_VERSION); config_leave(); }
+        else if (strcmp(arg, "--help-config") == 0) { config_print_help(stdout); config_leave(); }
+        else if (strcmp(arg, "--check-config") == 0) l.check = true;
+        else if (strcmp(arg, "--strict") == 0) l.strict = true;
+        else if (strcmp(arg, "--plan") == 0 || strcmp(arg, "--inspect") == 0) die(EXIT_CONFIG, "%s: not built yet; remove it", shown);
+        else if (bare_deepspeed) note("--deepspeed without a file has no effect; name the configuration after it, or with -c");
+        else if (config_option(argc, argv, &i, "-c", &value) || config_option(argc, argv, &i, "--config", &value) ||
+                 config_option(argc, argv, &i, "--deepspeed_config", &value) || config_option(argc, argv, &i, "--deepspeed", &value))
+            config_set_text(&l.file, "-c", value);
         else if (config_option(argc, argv, &i, "--generate", &value)) {
             if (!value) die(EXIT_CONFIG, "--generate needs a prompt after it; it may be empty: \"\"");
-            if (strlen(value) >= sizeof given.generate_prompt) die(EXIT_CONFIG, "--generate: the prompt is longer than %zu bytes; shorten it", sizeof given.generate_prompt - 1);
-            given.generate = true;
-            snprintf(given.generate_prompt, sizeof given.generate_prompt, "%s", value);
+            l.generate = true;
+            l.prompt = value;
         }
-        else if (config_option(argc, argv, &i, "--export", &value)) config_set_path(given.export_dir, sizeof given.export_dir, "--export", value);
-        else if (config_option(argc, argv, &i, "--load_dir", &value)) config_set_path(given.load_dir, sizeof given.load_dir, "--load_dir", value);
-        else if (config_option(argc, argv, &i, "--load_tag", &value)) {
-            config_set_path(given.load_tag, sizeof given.load_tag, "--load_tag", value);
-            if (!config_tag_valid(given.load_tag)) die(EXIT_CONFIG, "--load_tag: a tag has letters, digits, '.', '_' and '-', and begins with neither '.' nor '-'");
-        }
+        else if (config_option(argc, argv, &i, "--export", &value)) config_set_text(&l.export_dir, "--export", value);
+        else if (config_option(argc, argv, &i, "--load_dir", &value)) config_set_text(&l.load_dir, "--load_dir", value);
+        else if (config_option(argc, argv, &i, "--load_tag", &value)) config_set_text(&l.load_tag, "--load_tag", value);
         else if (config_option(argc, argv, &i, "--local_rank", &value) || config_option(argc, argv, &i, "--local-rank", &value)) {
-            if (!config_read_int(value, 0, 1000000, &local_rank)) die(EXIT_CONFIG, "%s: --local_rank needs a number after it", shown);
+            if (!config_read_int(value, 0, 1000000, &l.local_rank)) die(EXIT_CONFIG, "%s: --local_rank needs a number after it", shown);
         }
         else if (config_option(argc, argv, &i, "--world", &value)) {
-            if (!config_read_int(value, 1, 1000000, &world)) die(EXIT_CONFIG, "%s: --world needs a number of ranks after it, 1 to 1000000", shown);
-            world_given = true;
+            if (!config_read_int(value, 1, 1000000, &l.world)) die(EXIT_CONFIG, "%s: --world needs a number of ranks after it, 1 to 1000000", shown);
+            l.world_given = true;
         }
-        else if (argv[i][0] == '-') die(EXIT_CONFIG, "%s is no option; see --help", shown);
-        else override[n_overrides++] = argv[i];
+        else if (arg[0] == '-') die(EXIT_CONFIG, "%s is no option; see --help", shown);
+        else l.override[l.n_overrides++] = arg;
     }
-    if (world_given && !check) die(EXIT_CONFIG, "--world belongs to --check-config; start the ranks with a launcher, such as mpirun");
-    if (given.generate && given.export_dir[0]) die(EXIT_CONFIG, "--generate and --export cannot be in one run; give one of them");
+    if (l.world_given && !l.check) die(EXIT_CONFIG, "--world belongs to --check-config; start the ranks with a launcher, such as mpirun");
+    if (l.generate && l.export_dir[0]) die(EXIT_CONFIG, "--generate and --export cannot be in one run; give one of them");
+    if (l.load_tag[0] && !config_tag_valid(l.load_tag))
+        die(EXIT_CONFIG, "--load_tag: a tag has letters, digits, '.', '_' and '-', and begins with neither '.' nor '-'");
+    return l;
+}
 
-    char *text = NULL, why[200], shown[400];
-    const char *name = file;
-    if (strcmp(file, "-") == 0) { text = config_read_stdin(&length); name = "standard input"; }
-    else if (strncmp(file, "base64:", 7) == 0) { text = config_read_base64(file + 7, &length); name = "base64"; }
-    else if (file[0]) {
-        text = file_read_all(file, true, CONFIG_FILE_MAX, &length, why, sizeof why);
-        if (!text) die(EXIT_CONFIG, "%s: %s; name a configuration file after -c", text_escape(shown, sizeof shown, file, strlen(file)), why);
+// The text of the configuration; null when none is named.
+static char *config_read_source(const CommandLine *l, const char **name, int64_t *length) {
+    char why[200], shown[400];
+    *name = l->file;
+    *length = 0;
+    if (!l->file[0]) return NULL;
+    if (strcmp(l->file, "-") == 0) { *name = "standard input"; return config_read_stdin(length); }
+    if (strncmp(l->file, "base64:", 7) == 0) { *name = "base64"; return config_read_base64(l->file + 7, length); }
+    char *text = file_read_all(l->file, true, CONFIG_FILE_MAX, length, why, sizeof why);
+    if (!text) die(EXIT_CONFIG, "%s: %s; name a configuration file after -c", text_escape(shown, sizeof shown, l->file, strlen(l->file)), why);
+    return text;
+}
+
+static void config_apply_environment(Config *config, ConfigReport *report, const CommandLine *l) {
+    ConfigReader r = {};
+    char shown[100];
+    r.report = report;
+    r.source = "environment";
+    if (l->world > 1 && !l->world_given) {
+        snprintf(shown, sizeof shown, "%" PRId64, l->world);
+        config_say(&r, CONFIG_UNBUILT, 0, l->world_source, shown, "not built yet (this build runs one rank); start one process");
     }
-    ConfigReport report = {};
-    config_parse(text, length, name, override, n_overrides, world, strict, config, &report);
-    free(text);
-    snprintf(config->file, sizeof config->file, "%.*s", (int)sizeof config->file - 1, file);
-    memcpy(config->generate_prompt, given.generate_prompt, sizeof given.generate_prompt);
-    memcpy(config->export_dir, given.export_dir, sizeof given.export_dir);
-    memcpy(config->load_dir, given.load_dir, sizeof given.load_dir);
-    memcpy(config->load_tag, given.load_tag, sizeof given.load_tag);
-    config->generate = given.generate;
-    config->local_rank = local_rank;
-
-    ConfigReader environment = {};
-    environment.report = &report;
-    environment.source = "environment";
-    int64_t minutes;
     const char *timeout = getenv("DEEPSPEED_TIMEOUT");
-    if (world > 1 && !world_given) {
-        snprintf(shown, sizeof shown, "%" PRId64, world);
-        config_say(&environment, CONFIG_UNBUILT, 0, world_source, shown, "not built yet (this build runs one rank, and the launcher started %" PRId64 "); start one process", world);
+    int64_t minutes;
+    if (!timeout || config_given(config, "zero_optimization.timeout")) return;
+    if (config_read_int(timeout, 1, 1000000, &minutes)) {
+        config->zero.timeout = 60 * minutes;
+        config->key[config_find_key("zero_optimization.timeout")].origin = ORIGIN_DERIVED;
+    } else {
+        text_escape(shown, sizeof shown, timeout, strlen(timeout));
+        note("the environment variable DEEPSPEED_TIMEOUT = \"%s\" is no number of minutes; ignored", shown);
     }
-    if (timeout && !config_given(config, "zero_optimization.timeout")) {
-        if (config_read_int(timeout, 1, 1000000, &minutes)) {
-            config->zero.timeout = 60 * minutes;
-            config->key[config_find_key("zero_optimization.timeout")].origin = ORIGIN_DERIVED;
-        } else note("the environment variable DEEPSPEED_TIMEOUT = \"%s\" is no number of minutes; ignored", text_escape(shown, sizeof shown, timeout, strlen(timeout)));
+}
+
+// Prints the report; a configuration that is refused ends the program. Every rank comes to the same verdict, and one tells it.
+// trains: choices that the program made for training are worth a line.
+static void config_tell(const ConfigReport *report, bool trains) {
+    bool speaks = config_environment_rank("OMPI_COMM_WORLD_RANK", "RANK") == 0, refused = config_refusals(report) > 0;
+    int64_t listed = 0;
+    for (int i = 0; i < report->count && speaks; i++) {
+        bool refusal = report->message[i].kind == CONFIG_PROBLEM || report->message[i].kind == CONFIG_UNBUILT;
+        listed += refusal;
+        if (refusal) fprintf(stderr, "%s\n", report->message[i].text);
+        else if (!refused && (trains || report->message[i].kind != CONFIG_INFO)) note("%s", report->message[i].text);
     }
-    // Every rank comes to the same verdict; one of them tells it.
-    bool speaks = config_environment_rank("OMPI_COMM_WORLD_RANK", "RANK") == 0, refused = config_refusals(&report) > 0;
-    for (int i = 0; i < report.count && speaks; i++) {
-        bool refusal = report.message[i].kind == CONFIG_PROBLEM || report.message[i].kind == CONFIG_UNBUILT;
-        if (refusal) fprintf(stderr, "%s\n", report.message[i].text);
-        else if (!refused) note("%s", report.message[i].text);
+    if (!refused) return;
+    if (speaks && listed < config_refusals(report)) fprintf(stderr, "%" PRId64 " more problems are not listed\n", config_refusals(report) - listed);
+    fflush(stderr);
+    _exit(EXIT_CONFIG);
+}
+
+static Config *config_load(int argc, char **argv) {
+    CommandLine l = config_read_arguments(argc, argv);
+    Config *config = (Config *)host_alloc(sizeof *config);
+    ConfigReport report = {};
+    const char *name;
+    int64_t length;
+    char *text = config_read_source(&l, &name, &length);
+    config_parse(text, length, name, l.override, l.n_overrides, l.world, l.strict, config, &report);
+    free(text);
+    free(l.override);
+    const struct { const char *option; char *dst; size_t room; const char *value; } texts[] = {
+        {"-c", config->file, sizeof config->file, strncmp(l.file, "base64:", 7) == 0 ? "base64" : l.file},
+        {"--generate", config->generate_prompt, sizeof config->generate_prompt, l.prompt},
+        {"--export", config->export_dir, sizeof config->export_dir, l.export_dir},
+        {"--load_dir", config->load_dir, sizeof config->load_dir, l.load_dir},
+        {"--load_tag", config->load_tag, sizeof config->load_tag, l.load_tag},
+    };
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        if (strlen(texts[i].value) >= texts[i].room) die(EXIT_CONFIG, "%s: the value is longer than %zu bytes; shorten it", texts[i].option, texts[i].room - 1);
+        strcpy(texts[i].dst, texts[i].value);
     }
-    if (refused) {
-        int64_t shown_refusals = 0;
-        for (int i = 0; i < report.count; i++) shown_refusals += report.message[i].kind == CONFIG_PROBLEM || report.message[i].kind == CONFIG_UNBUILT;
-        if (speaks && shown_refusals < config_refusals(&report)) fprintf(stderr, "%" PRId64 " more problems are not listed\n", config_refusals(&report) - shown_refusals);
-        fflush(stderr);
-        _exit(EXIT_CONFIG);
-    }
+    config->generate = l.generate;
+    config->local_rank = l.local_rank;
+    config_apply_environment(config, &report, &l);
+    config_tell(&report, !l.generate && !l.export_dir[0]);
     config_report_free(&report);
-    free(override);
-    if (check || config->dump_state) config_print_table(stdout, config);
-    if (check) { fflush(stdout); exit(EXIT_OK); }
+    if (l.check || config->dump_state) config_print_table(stdout, config);
+    if (l.check) config_leave();
     return config;
 }

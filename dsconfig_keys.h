@@ -51,7 +51,7 @@ static const ConfigKey config_keys[] = {
     REFUSE("micro_batch_size", "is no key; did you mean \"train_micro_batch_size_per_gpu\"?"),
     REFUSE("gradient_accumulation", "is no key; did you mean \"gradient_accumulation_steps\"?"),
     REFUSE_ON("managed_gradient_accumulation", KEY_BOOL, "true", AUTO | V19, "false hands the update to user code, and there is none here; remove the key"),
-    USE("dataloader_drop_last", KEY_BOOL, batch.dataloader_drop_last, "false", "", AUTO | SAY, "true drops the short batch at the end of an epoch, false fills it from the next epoch"),
+    USE("dataloader_drop_last", KEY_BOOL, batch.dataloader_drop_last, "false", "", AUTO | TELL, "true drops the short batch at the end of an epoch, false fills it from the next epoch"),
     USE("vocabulary_size", KEY_INT, batch.vocabulary_size, "", "2..1000000000", 0, "must equal the model's vocabulary; a multiple of 8 is fastest"),
     NOTE("num_workers", KEY_INT, "0..", 0, "one thread a rank prefetches data"),
 

@@ -15,50 +15,60 @@ typedef struct {
     int64_t train, micro, accumulation; // 0 = not given
 } BatchTriangle;
 
+static const char *config_ranks_text(const BatchTriangle *g, int64_t D, char *dst, size_t room) { // how D comes about
+    snprintf(dst, room, "%" PRId64 " data-parallel rank%s (%" PRId64 " / tensor %" PRId64 " / pipeline %" PRId64 " / sequence %" PRId64 ")", D,
+             D == 1 ? "" : "s", g->world, g->tensor, g->pipeline, g->sequence);
+    return dst;
+}
+
 // Solves for what is 0. Returns null and fills the rest, with D in *data, or returns the key to blame, with a reason in `why`.
 // micro_default is taken where neither total nor micro is given.
-static const char *config_solve_batch(const BatchTriangle *given, int64_t micro_default, BatchTriangle *solved, int64_t *data, char *why, size_t room) {
-    static const char *const train_key = "train_batch_size", *const micro_key = "train_micro_batch_size_per_gpu", *const accumulation_key = "gradient_accumulation_steps";
-    int64_t degrees, D, product;
+static const char *config_solve_batch(const BatchTriangle *given, int64_t micro_default, BatchTriangle *solved, int64_t *data, char *why,
+                                      size_t room) {
+    int64_t train = given->train, micro = given->micro, accumulation = given->accumulation, degrees, D, product;
+    char ranks[200];
     *solved = *given;
     *data = 1;
     bool huge = __builtin_mul_overflow(given->tensor, given->pipeline, &degrees) || __builtin_mul_overflow(degrees, given->sequence, &degrees);
     if (huge || given->world % degrees != 0) {
-        size_t n = (size_t)snprintf(why, room, "%" PRId64 " rank%s cannot be divided into tensor %" PRId64 " x pipeline %" PRId64 " x sequence %" PRId64 "; the product of the degrees must be a divisor of %" PRId64 ":", given->world,
+        size_t n = (size_t)snprintf(why, room, "%" PRId64 " rank%s cannot be divided into tensor %" PRId64 " x pipeline %" PRId64
+                                    " x sequence %" PRId64 "; the product of the degrees must be a divisor of %" PRId64 ":", given->world,
                                     given->world == 1 ? "" : "s", given->tensor, given->pipeline, given->sequence, given->world);
-        for (int64_t d = 1, listed = 0; d <= given->world && listed < 12; d++)
-            if (given->world % d == 0 && n + 24 < room) { n += (size_t)snprintf(why + n, room - n, "%s %" PRId64, listed ? "," : "", d); listed++; }
+        for (int64_t d = 1, listed = 0; d <= given->world && listed < 12; d++) {
+            if (given->world % d != 0 || n + 24 >= room) continue;
+            n += (size_t)snprintf(why + n, room - n, "%s %" PRId64, listed ? "," : "", d);
+            listed++;
+        }
         return given->tensor > 1 ? "tensor_model_parallel_size" : given->pipeline > 1 ? "pipeline_model_parallel_size" : "sequence_parallel_size";
     }
     D = *data = given->world / degrees;
-    int64_t train = given->train, micro = given->micro, accumulation = given->accumulation;
-    if (train == 0) {
-        if (accumulation == 0) accumulation = 1;
-        if (micro == 0) micro = micro_default;
-    } else if (micro == 0 && accumulation == 0) accumulation = 1;
+    config_ranks_text(given, D, ranks, sizeof ranks);
+    if (micro == 0 && train == 0) micro = micro_default;
+    if (accumulation == 0 && (micro == 0 || train == 0)) accumulation = 1;
     if (train == 0) {
         if (__builtin_mul_overflow(micro, accumulation, &product) || __builtin_mul_overflow(product, D, &train)) {
-            snprintf(why, room, "%" PRId64 " x %" PRId64 " x %" PRId64 " data-parallel ranks does not fit into 64 bits; lower it", micro, accumulation, D);
-            return micro_key;
+            snprintf(why, room, "x gradient_accumulation_steps %" PRId64 " x %s does not fit into 64 bits; lower it", accumulation, ranks);
+            return "train_micro_batch_size_per_gpu";
         }
     } else if (micro != 0 && accumulation != 0) {
         if (__builtin_mul_overflow(micro, accumulation, &product) || __builtin_mul_overflow(product, D, &product)) product = 0;
         if (product != train) {
-            snprintf(why, room, "is not train_micro_batch_size_per_gpu %" PRId64 " x gradient_accumulation_steps %" PRId64 " x %" PRId64 " data-parallel rank%s (%" PRId64 " / tensor %" PRId64 " / pipeline %" PRId64 " / sequence %" PRId64
-                     ") = %" PRId64 "; set it to %" PRId64 ", or remove one of the three keys (or say \"auto\") to have it worked out", micro, accumulation, D, D == 1 ? "" : "s", given->world, given->tensor, given->pipeline, given->sequence, product, product);
-            return train_key;
+            snprintf(why, room, "is not train_micro_batch_size_per_gpu %" PRId64 " x gradient_accumulation_steps %" PRId64 " x %s = %" PRId64
+                     "; set it to %" PRId64 ", or remove one of the three keys (or say \"auto\") to have it worked out", micro, accumulation, ranks,
+                     product, product);
+            return "train_batch_size";
         }
-    } else {
-        int64_t known = micro ? micro : accumulation, unit;
+    } else { // one of the two is open
+        int64_t known = micro ? micro : accumulation, unit, below, above;
         if (__builtin_mul_overflow(known, D, &unit)) unit = INT64_MAX;
-        int64_t below = train / unit * unit, above;
-        if (train % unit != 0) {
+        below = train / unit * unit;
+        if (train != below) {
             if (__builtin_add_overflow(below, unit, &above)) above = 0;
-            size_t n = (size_t)snprintf(why, room, "cannot be divided by %s %" PRId64 " x %" PRId64 " data-parallel rank%s (%" PRId64 " / tensor %" PRId64 " / pipeline %" PRId64 " / sequence %" PRId64 ") = %" PRId64 "; the nearest values that can:",
-                                        micro ? micro_key : accumulation_key, known, D, D == 1 ? "" : "s", given->world, given->tensor, given->pipeline, given->sequence, unit);
+            size_t n = (size_t)snprintf(why, room, "cannot be divided by %s %" PRId64 " x %s = %" PRId64 "; the nearest values that can:",
+                                        micro ? "train_micro_batch_size_per_gpu" : "gradient_accumulation_steps", known, ranks, unit);
             if (below) n += (size_t)snprintf(why + n, room - n, " %" PRId64 "%s", below, above ? " and" : "");
             if (above) snprintf(why + n, room - n, " %" PRId64, above);
-            return train_key;
+            return "train_batch_size";
         }
         if (micro) accumulation = train / unit;
         else micro = train / unit;
@@ -105,23 +115,35 @@ static void config_resolve_model(ConfigReader *r) {
     const ConfigPreset *p = NULL;
     bool sized = config_given(c, MODEL_KEY("n_layer")) || config_given(c, MODEL_KEY("n_head")) || config_given(c, MODEL_KEY("n_embd"));
     if (m->preset[0]) {
-        for (size_t i = 0; i < sizeof config_presets / sizeof *config_presets; i++) if (config_same_word(m->preset, config_presets[i].name)) p = &config_presets[i];
-        if (!p) config_say_key(r, CONFIG_PROBLEM, MODEL_KEY("preset"), "is no preset; give %s", config_keys[config_find_key(MODEL_KEY("preset"))].text);
-        if (m->init_from[0]) config_say_key(r, CONFIG_PROBLEM, MODEL_KEY("preset"), "stands beside train_gpt.model.init_from, which tells the shape already; remove one of them");
+        for (size_t i = 0; i < sizeof config_presets / sizeof *config_presets; i++)
+            if (config_same_word(m->preset, config_presets[i].name)) p = &config_presets[i];
+        if (!p)
+            config_say_key(r, CONFIG_PROBLEM, MODEL_KEY("preset"), "is no preset; give %s",
+                           config_keys[config_find_key(MODEL_KEY("preset"))].text);
+        if (m->init_from[0])
+            config_say_key(r, CONFIG_PROBLEM, MODEL_KEY("preset"),
+                           "stands beside train_gpt.model.init_from, which tells the shape already; remove one of them");
     } else if (!m->init_from[0] && !sized) {
         p = &config_small_model;
-        config_say(r, CONFIG_INFO, 0, "", "", "no model is given: a small GPT-2 of %" PRId64 " layers, %" PRId64 " heads, width %" PRId64 "; set train_gpt.model.preset, .init_from or .n_layer, .n_head and .n_embd", p->n_layer, p->n_head, p->n_embd);
+        config_say(r, CONFIG_INFO, 0, "", "", "no model is given: a small GPT-2 of %" PRId64 " layers, %" PRId64 " heads, width %" PRId64 "; "
+                   "set train_gpt.model.preset, .init_from or .n_layer, .n_head and .n_embd", p->n_layer, p->n_head, p->n_embd);
     } else if (!m->init_from[0]) {
         static const char *const shape[] = {MODEL_KEY("n_layer"), MODEL_KEY("n_head"), MODEL_KEY("n_embd")};
-        for (int i = 0; i < 3; i++) if (config_missing(c, shape[i])) config_say_key(r, CONFIG_PROBLEM, shape[i], "is missing; a shape needs n_layer, n_head and n_embd, or a preset");
+        for (int i = 0; i < 3; i++)
+            if (config_missing(c, shape[i]))
+                config_say_key(r, CONFIG_PROBLEM, shape[i], "is missing; a shape needs n_layer, n_head and n_embd, or a preset");
     }
     if (p) {
         const struct { const char *key; int64_t *field, value; } fill[] = {
-            {MODEL_KEY("n_layer"), &m->n_layer, p->n_layer}, {MODEL_KEY("n_head"), &m->n_head, p->n_head}, {MODEL_KEY("n_embd"), &m->n_embd, p->n_embd}, {MODEL_KEY("n_positions"), &m->n_positions, p->n_positions},
+            {MODEL_KEY("n_layer"), &m->n_layer, p->n_layer},
+            {MODEL_KEY("n_head"), &m->n_head, p->n_head},
+            {MODEL_KEY("n_embd"), &m->n_embd, p->n_embd},
+            {MODEL_KEY("n_positions"), &m->n_positions, p->n_positions},
         };
         for (size_t i = 0; i < sizeof fill / sizeof *fill; i++) { // what the user says beats the preset
             if (*fill[i].field == 0) { *fill[i].field = fill[i].value; config_derive(r, fill[i].key, ORIGIN_PRESET); }
-            else if (m->preset[0] && *fill[i].field != fill[i].value) config_say_key(r, CONFIG_INFO, fill[i].key, "instead of the %" PRId64 " of preset %s", fill[i].value, p->name);
+            else if (m->preset[0] && *fill[i].field != fill[i].value)
+                config_say_key(r, CONFIG_INFO, fill[i].key, "instead of the %" PRId64 " of preset %s", fill[i].value, p->name);
         }
         if (!m->preset[0] && !config_given(c, MODEL_KEY("n_positions")) && c->run.seq_len) m->n_positions = c->run.seq_len;
     }
@@ -129,14 +151,22 @@ static void config_resolve_model(ConfigReader *r) {
     size_t length = strlen(c->data.train);
     bool bytes = length == 0 || (length > 4 && strcmp(c->data.train + length - 4, ".txt") == 0);
     if (m->n_positions == 0) { m->n_positions = c->run.seq_len ? c->run.seq_len : 1024; config_derive(r, MODEL_KEY("n_positions"), ORIGIN_DERIVED); }
-    if (m->vocab_size == 0) { m->vocab_size = bytes && !m->preset[0] ? 256 : 50257; config_derive(r, MODEL_KEY("vocab_size"), m->preset[0] ? ORIGIN_PRESET : ORIGIN_DERIVED); }
+    if (m->vocab_size == 0) {
+        m->vocab_size = bytes && !m->preset[0] ? 256 : 50257;
+        config_derive(r, MODEL_KEY("vocab_size"), m->preset[0] ? ORIGIN_PRESET : ORIGIN_DERIVED);
+    }
     if (m->n_inner == 0 && m->n_embd) { m->n_inner = 4 * m->n_embd; config_derive(r, MODEL_KEY("n_inner"), ORIGIN_DERIVED); }
     if (c->run.seq_len == 0) { c->run.seq_len = m->n_positions; config_derive(r, RUN_KEY("seq_len"), ORIGIN_DERIVED); }
-    if (c->run.seq_len > m->n_positions) config_say_key(r, CONFIG_PROBLEM, RUN_KEY("seq_len"), "is more than the model's %" PRId64 " positions; lower it, or raise train_gpt.model.n_positions", m->n_positions);
-    if (m->n_head && m->n_embd % m->n_head != 0) config_say_key(r, CONFIG_PROBLEM, MODEL_KEY("n_embd"), "cannot be divided by n_head = %" PRId64 "; change one of them", m->n_head);
+    if (c->run.seq_len > m->n_positions)
+        config_say_key(r, CONFIG_PROBLEM, RUN_KEY("seq_len"),
+                       "is more than the model's %" PRId64 " positions; lower it, or raise train_gpt.model.n_positions", m->n_positions);
+    if (m->n_head && m->n_embd % m->n_head != 0)
+        config_say_key(r, CONFIG_PROBLEM, MODEL_KEY("n_embd"), "cannot be divided by n_head = %" PRId64 "; change one of them", m->n_head);
     if (c->batch.vocabulary_size && c->batch.vocabulary_size != m->vocab_size) {
         if (!config_given(c, MODEL_KEY("vocab_size")) && !m->preset[0]) m->vocab_size = c->batch.vocabulary_size;
-        else config_say_key(r, CONFIG_PROBLEM, "vocabulary_size", "is not train_gpt.model.vocab_size = %" PRId64 "; make them equal, or remove one", m->vocab_size);
+        else
+            config_say_key(r, CONFIG_PROBLEM, "vocabulary_size",
+                           "is not train_gpt.model.vocab_size = %" PRId64 "; make them equal, or remove one", m->vocab_size);
     }
 }
 
@@ -148,19 +178,25 @@ static void config_resolve_parallel(ConfigReader *r) {
         int64_t ranks = c->world / max_i64(1, p->pipeline), T = c->run.seq_len;
         p->sequence = p->tensor > 1 ? p->tensor : 1;
         if (p->tensor == 1) for (int64_t d = 1; d <= ranks; d++) if (ranks % d == 0 && m->n_head % d == 0 && T % d == 0) p->sequence = d;
-        if (p->tensor > 1 && c->world % (p->tensor * p->pipeline * p->sequence) != 0) p->sequence = 1; // the tensor ranks share the sequence between them
+        if (p->tensor > 1 && c->world % (p->tensor * p->pipeline * p->sequence) != 0)
+            p->sequence = 1; // the tensor ranks share the sequence between them
         config_derive(r, "sequence_parallel_size", ORIGIN_DERIVED);
         config_say_key(r, CONFIG_INFO, "sequence_parallel.enabled", "without a degree: sequence_parallel_size = %" PRId64, p->sequence);
     }
     bool interleaved = p->pipeline_schedule == PIPELINE_INTERLEAVED && p->pipeline > 1;
-    if (p->virtual_pipeline == 0) { p->virtual_pipeline = interleaved ? 2 : 1; config_derive(r, "virtual_pipeline_model_parallel_size", ORIGIN_DERIVED); }
-    else if (!interleaved && p->virtual_pipeline != 1) {
-        config_say_key(r, CONFIG_NOTICE, "virtual_pipeline_model_parallel_size", "has no effect: it belongs to pipeline_schedule Interleaved with more than one stage");
+    if (p->virtual_pipeline == 0) {
+        p->virtual_pipeline = interleaved ? 2 : 1;
+        config_derive(r, "virtual_pipeline_model_parallel_size", ORIGIN_DERIVED);
+    } else if (!interleaved && p->virtual_pipeline != 1) {
+        config_say_key(r, CONFIG_NOTICE, "virtual_pipeline_model_parallel_size",
+                       "has no effect: it belongs to pipeline_schedule Interleaved with more than one stage");
         p->virtual_pipeline = 1;
     }
     BatchConfig *b = &c->batch;
-    if (config_refused(c, "train_batch_size") || config_refused(c, "train_micro_batch_size_per_gpu") || config_refused(c, "gradient_accumulation_steps")) return;
-    BatchTriangle given = {c->world, p->tensor, p->pipeline, p->sequence, b->train_batch_size, b->train_micro_batch_size_per_gpu, b->gradient_accumulation_steps}, solved;
+    static const char *const corners[] = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"};
+    for (int i = 0; i < 3; i++) if (config_refused(c, corners[i])) return;
+    BatchTriangle solved, given = {c->world, p->tensor, p->pipeline, p->sequence, b->train_batch_size, b->train_micro_batch_size_per_gpu,
+                                   b->gradient_accumulation_steps};
     char why[800];
     int64_t D;
     const char *blame = config_solve_batch(&given, 4, &solved, &D, why, sizeof why);
@@ -170,7 +206,9 @@ static void config_resolve_parallel(ConfigReader *r) {
         return;
     }
     if (given.train == 0 && given.micro == 0)
-        config_say_key(r, CONFIG_NOTICE, "train_micro_batch_size_per_gpu", "is not given, nor is train_batch_size: %" PRId64 " samples a rank, so %" PRId64 " an update", solved.micro, solved.train);
+        config_say_key(r, CONFIG_NOTICE, "train_micro_batch_size_per_gpu",
+                       "is not given, nor is train_batch_size: %" PRId64 " samples a rank, so %" PRId64 " an update", solved.micro,
+                       solved.train);
     b->train_batch_size = solved.train;
     b->train_micro_batch_size_per_gpu = solved.micro;
     b->gradient_accumulation_steps = solved.accumulation;
@@ -178,48 +216,68 @@ static void config_resolve_parallel(ConfigReader *r) {
     if (given.micro == 0) config_derive(r, "train_micro_batch_size_per_gpu", ORIGIN_DERIVED);
     if (given.accumulation == 0) config_derive(r, "gradient_accumulation_steps", ORIGIN_DERIVED);
     if (config_given(c, "data_parallel_size") && p->data != D)
-        config_say_key(r, CONFIG_PROBLEM, "data_parallel_size", "is not %" PRId64 " ranks / (tensor %" PRId64 " x pipeline %" PRId64 " x sequence %" PRId64 ") = %" PRId64 "; remove the key, or correct a degree", c->world, p->tensor, p->pipeline, p->sequence, D);
+        config_say_key(r, CONFIG_PROBLEM, "data_parallel_size", "is not %" PRId64 " ranks / (tensor %" PRId64 " x pipeline %" PRId64 " x "
+                       "sequence %" PRId64 ") = %" PRId64 "; remove the key, or correct a degree", c->world, p->tensor, p->pipeline,
+                       p->sequence, D);
     else if (!config_given(c, "data_parallel_size")) { p->data = D; config_derive(r, "data_parallel_size", ORIGIN_DERIVED); }
     if (interleaved && solved.accumulation % p->pipeline != 0)
-        config_say_key(r, CONFIG_PROBLEM, "gradient_accumulation_steps", "must be a multiple of the %" PRId64 " stages with pipeline_schedule Interleaved; the next one is %" PRId64, p->pipeline, round_up(solved.accumulation, p->pipeline));
+        config_say_key(r, CONFIG_PROBLEM, "gradient_accumulation_steps",
+                       "must be a multiple of the %" PRId64 " stages with pipeline_schedule Interleaved; the next one is %" PRId64,
+                       p->pipeline, round_up(solved.accumulation, p->pipeline));
     else if (p->pipeline > 1 && solved.accumulation < p->pipeline)
-        config_say_key(r, CONFIG_NOTICE, "gradient_accumulation_steps", "is less than the %" PRId64 " stages: %.0f %% of the time is idle (the bubble is (p-1)/(m+p-1))", p->pipeline, 100.0 * (double)(p->pipeline - 1) / (double)(solved.accumulation + p->pipeline - 1));
+        config_say_key(r, CONFIG_NOTICE, "gradient_accumulation_steps",
+                       "is less than the %" PRId64 " stages: %.0f %% of the time is idle (the bubble is (p-1)/(m+p-1))", p->pipeline,
+                       100.0 * (double)(p->pipeline - 1) / (double)(solved.accumulation + p->pipeline - 1));
     if (m->n_layer && p->pipeline > 1 && m->n_layer < p->pipeline * p->virtual_pipeline)
-        config_say_key(r, CONFIG_PROBLEM, "pipeline_model_parallel_size", "x %" PRId64 " chunks is more than the model's %" PRId64 " layers; lower it", p->virtual_pipeline, m->n_layer);
+        config_say_key(r, CONFIG_PROBLEM, "pipeline_model_parallel_size",
+                       "x %" PRId64 " chunks is more than the model's %" PRId64 " layers; lower it", p->virtual_pipeline, m->n_layer);
     const struct { const char *key, *what; int64_t degree, size; } split[] = {
-        {"tensor_model_parallel_size", "heads", p->tensor, m->n_head}, {"tensor_model_parallel_size", "channels", p->tensor, m->n_embd}, {"tensor_model_parallel_size", "channels inside the MLP", p->tensor, m->n_inner},
-        {"sequence_parallel_size", "heads", p->sequence, m->n_head}, {"sequence_parallel_size", "tokens of a sample", p->sequence, c->run.seq_len},
+        {"tensor_model_parallel_size", "heads", p->tensor, m->n_head},
+        {"tensor_model_parallel_size", "channels", p->tensor, m->n_embd},
+        {"tensor_model_parallel_size", "channels inside the MLP", p->tensor, m->n_inner},
+        {"sequence_parallel_size", "heads", p->sequence, m->n_head},
+        {"sequence_parallel_size", "tokens of a sample", p->sequence, c->run.seq_len},
     };
     for (size_t i = 0; i < sizeof split / sizeof *split; i++)
-        if (split[i].size % split[i].degree != 0) config_say_key(r, CONFIG_PROBLEM, split[i].key, "does not divide the model's %" PRId64 " %s; choose a divisor", split[i].size, split[i].what);
+        if (split[i].size % split[i].degree != 0)
+            config_say_key(r, CONFIG_PROBLEM, split[i].key, "does not divide the model's %" PRId64 " %s; choose a divisor", split[i].size,
+                           split[i].what);
 }
 
 static void config_resolve_precision(ConfigReader *r) {
     Config *c = r->config;
-    bool fp16_auto = c->key[config_find_key("fp16.enabled")].origin == ORIGIN_AUTO, bf16_auto = c->key[config_find_key("bf16.enabled")].origin == ORIGIN_AUTO;
-    if (c->fp16.enabled && c->bf16.enabled) config_say_key(r, CONFIG_PROBLEM, "fp16.enabled", "bf16.enabled is true as well; keep one of them (bf16 on GPUs of compute capability 8.0 and newer)");
+    bool fp16_auto = c->key[config_find_key("fp16.enabled")].origin == ORIGIN_AUTO;
+    bool bf16_auto = c->key[config_find_key("bf16.enabled")].origin == ORIGIN_AUTO;
+    if (c->fp16.enabled && c->bf16.enabled)
+        config_say_key(r, CONFIG_PROBLEM, "fp16.enabled",
+                       "bf16.enabled is true as well; keep one of them (bf16 on GPUs of compute capability 8.0 and newer)");
     if (bf16_auto && !c->fp16.enabled) c->bf16.enabled = true;
     else if (fp16_auto && !c->bf16.enabled) c->fp16.enabled = true;
     c->precision_is_auto = fp16_auto && bf16_auto;
     c->dtype = c->bf16.enabled ? DTYPE_BF16 : c->fp16.enabled ? DTYPE_FP16 : DTYPE_FP32;
     if (fp16_auto || bf16_auto) config_say(r, CONFIG_INFO, 0, "", "", "precision \"auto\": %s", dtype_name(c->dtype));
     const struct { const char *key; DType value; } copies[] = {
-        {"data_types.param_dtype", c->compat.param_dtype}, {"data_types.buffer_dtype", c->compat.buffer_dtype}, {"tensor_parallel.dtype", c->compat.tensor_parallel_dtype},
+        {"data_types.param_dtype", c->compat.param_dtype},
+        {"data_types.buffer_dtype", c->compat.buffer_dtype},
+        {"tensor_parallel.dtype", c->compat.tensor_parallel_dtype},
     };
     for (size_t i = 0; i < sizeof copies / sizeof *copies; i++) {
         if (!config_given(c, copies[i].key)) continue;
         if (copies[i].value == c->dtype) config_say_key(r, CONFIG_NOTICE, copies[i].key, "has no effect: fp16 and bf16 say the same");
         else config_say_key(r, CONFIG_PROBLEM, copies[i].key, "fp16 and bf16 say %s; remove the key, or make them agree", dtype_name(c->dtype));
     }
-    if (c->fp16.min_loss_scale == 0 && config_given(c, "fp16.min_loss_scale")) config_say_key(r, CONFIG_NOTICE, "fp16.min_loss_scale", "no floor: overflows never end the run");
-    if (c->compat.bf16_optimizer_states && !c->compat.bf16_master_weights_and_grads) config_say_key(r, CONFIG_PROBLEM, "bf16.bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads; remove it");
+    if (c->fp16.min_loss_scale == 0 && config_given(c, "fp16.min_loss_scale"))
+        config_say_key(r, CONFIG_NOTICE, "fp16.min_loss_scale", "no floor: overflows never end the run");
+    if (c->compat.bf16_optimizer_states && !c->compat.bf16_master_weights_and_grads)
+        config_say_key(r, CONFIG_PROBLEM, "bf16.bf16_optimizer_states", "needs bf16.bf16_master_weights_and_grads; remove it");
 }
 
 // Keys with a `with` column that the optimizer or scheduler of that name does not know.
 static void config_check_with(ConfigReader *r, const char *prefix, const char *name) {
     for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
         const ConfigKey *k = &config_keys[i];
-        if (!k->with[0] || strncmp(k->path, prefix, strlen(prefix)) != 0 || !config_row_given(r->config, i) || config_has_word(k->with, name)) continue;
+        if (!k->with[0] || strncmp(k->path, prefix, strlen(prefix)) != 0 || !config_row_given(r->config, i) || config_has_word(k->with, name))
+            continue;
         if (k->flags & WITH_ONLY) config_say_key(r, CONFIG_PROBLEM, k->path, "belongs to %s, but the optimizer is %s; remove it", k->with, name);
         else config_say_key(r, CONFIG_NOTICE, k->path, "has no effect: %s does not use it", name);
         config_set_initial(r->config, k);
@@ -245,18 +303,22 @@ static void config_resolve_optimizer(ConfigReader *r) {
     if (config_same_word(o->name, "SGD")) o->type = OPTIMIZER_SGD;
     else if (config_same_word(o->name, "Lion")) o->type = OPTIMIZER_LION;
     else if (config_same_word(o->name, "AdamW")) {
-        if (!o->adam_w_mode) config_say_key(r, CONFIG_NOTICE, "optimizer.params.adam_w_mode", "has no effect with AdamW; type Adam has the other form");
+        if (!o->adam_w_mode)
+            config_say_key(r, CONFIG_NOTICE, "optimizer.params.adam_w_mode", "has no effect with AdamW; type Adam has the other form");
         o->adam_w_mode = true;
     } else if (config_same_word(o->name, "Adagrad") || config_same_word(o->name, "Lamb") || config_same_word(o->name, "Muon"))
         config_say_key(r, CONFIG_UNBUILT, "optimizer.type", "not built yet; use AdamW, Adam, SGD or Lion");
-    else if (!config_same_word(o->name, "Adam")) config_say_key(r, CONFIG_PROBLEM, "optimizer.type", "is not part of this program; use AdamW, Adam, SGD or Lion");
+    else if (!config_same_word(o->name, "Adam"))
+        config_say_key(r, CONFIG_PROBLEM, "optimizer.type", "is not part of this program; use AdamW, Adam, SGD or Lion");
     if (o->betas[0] == 0 && o->betas[1] == 0 && !config_given(c, "optimizer.params.betas")) {
         o->betas[0] = 0.9;
         o->betas[1] = o->type == OPTIMIZER_LION ? 0.99 : 0.999;
         config_derive(r, "optimizer.params.betas", ORIGIN_DERIVED);
     }
     config_check_with(r, "optimizer.", config_optimizer_name(o->type));
-    if (o->nesterov && (o->momentum <= 0 || o->dampening != 0)) config_say_key(r, CONFIG_PROBLEM, "optimizer.params.nesterov", "needs a momentum above 0 and no dampening; set optimizer.params.momentum");
+    if (o->nesterov && (o->momentum <= 0 || o->dampening != 0))
+        config_say_key(r, CONFIG_PROBLEM, "optimizer.params.nesterov",
+                       "needs a momentum above 0 and no dampening; set optimizer.params.momentum");
 }
 
 static void config_resolve_scheduler(ConfigReader *r) {
@@ -272,9 +334,11 @@ static void config_resolve_scheduler(ConfigReader *r) {
         if (strcmp(s->name, name) != 0) config_say_key(r, CONFIG_NOTICE, "scheduler.type", "taken as %s", name);
     }
     bool any = false;
-    for (int i = 0; i < CONFIG_KEY_COUNT; i++) any |= strncmp(config_keys[i].path, "scheduler.params.", 17) == 0 && config_keys[i].size && config_row_given(c, i);
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++)
+        any |= strncmp(config_keys[i].path, "scheduler.params.", 17) == 0 && config_keys[i].size && config_row_given(c, i);
     if (s->type == SCHEDULE_CONSTANT && (s->name[0] || any) && !config_refused(c, "scheduler.type")) {
-        config_say_key(r, CONFIG_PROBLEM, "scheduler.type", "%s; give one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest", s->name[0] ? "is no scheduler of this program" : "is missing");
+        config_say_key(r, CONFIG_PROBLEM, "scheduler.type", "%s; give one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest",
+                       s->name[0] ? "is no scheduler of this program" : "is missing");
         return;
     }
     bool decays = s->type == SCHEDULE_WARMUP_DECAY_LR || s->type == SCHEDULE_WARMUP_COSINE_LR;
@@ -284,34 +348,56 @@ static void config_resolve_scheduler(ConfigReader *r) {
     }
     bool missing = decays && config_missing(c, SCHEDULER_KEY("total_num_steps"));
     if (missing)
-        config_say_key(r, CONFIG_PROBLEM, SCHEDULER_KEY("total_num_steps"), "is missing, and %s needs it; give a number, or \"auto\" for train_gpt.run.steps", config_scheduler_name(s->type));
+        config_say_key(r, CONFIG_PROBLEM, SCHEDULER_KEY("total_num_steps"),
+                       "is missing, and %s needs it; give a number, or \"auto\" for train_gpt.run.steps", config_scheduler_name(s->type));
     if (s->total_num_steps == 0) s->total_num_steps = max_i64(1, run->steps);
     if (decays && !missing && s->total_num_steps <= s->warmup_num_steps)
-        config_say_key(r, CONFIG_NOTICE, SCHEDULER_KEY("total_num_steps"), "is not more than warmup_num_steps = %" PRId64 ": after the ramp the rate stays at its lower end", s->warmup_num_steps);
-    if (decays && steps_given && s->total_num_steps != run->steps) config_say_key(r, CONFIG_NOTICE, SCHEDULER_KEY("total_num_steps"), "differs from train_gpt.run.steps = %" PRId64 ": the rate follows the former", run->steps);
-    if (!config_given(c, SCHEDULER_KEY("warmup_max_lr"))) { s->warmup_max_lr = c->optimizer.lr; config_derive(r, SCHEDULER_KEY("warmup_max_lr"), ORIGIN_DERIVED); }
+        config_say_key(r, CONFIG_NOTICE, SCHEDULER_KEY("total_num_steps"),
+                       "is not more than warmup_num_steps = %" PRId64 ": after the ramp the rate stays at its lower end",
+                       s->warmup_num_steps);
+    if (decays && steps_given && s->total_num_steps != run->steps)
+        config_say_key(r, CONFIG_NOTICE, SCHEDULER_KEY("total_num_steps"),
+                       "differs from train_gpt.run.steps = %" PRId64 ": the rate follows the former", run->steps);
+    if (!config_given(c, SCHEDULER_KEY("warmup_max_lr"))) {
+        s->warmup_max_lr = c->optimizer.lr;
+        config_derive(r, SCHEDULER_KEY("warmup_max_lr"), ORIGIN_DERIVED);
+    }
     if (s->type == SCHEDULE_ONE_CYCLE) {
         static const char *const required[] = {SCHEDULER_KEY("cycle_min_lr"), SCHEDULER_KEY("cycle_max_lr")};
-        for (int i = 0; i < 2; i++) if (config_missing(c, required[i])) config_say_key(r, CONFIG_PROBLEM, required[i], "is missing, and OneCycle needs it; give a number");
+        for (int i = 0; i < 2; i++)
+            if (config_missing(c, required[i])) config_say_key(r, CONFIG_PROBLEM, required[i], "is missing, and OneCycle needs it; give a number");
         if (s->cycle_min_lr > s->cycle_max_lr) config_say_key(r, CONFIG_PROBLEM, required[0], "is above cycle_max_lr; exchange them");
         if (s->cycle_momentum) config_say_key(r, CONFIG_INFO, SCHEDULER_KEY("cycle_momentum"), "cycles beta1 and sets beta2 to 0.99");
     }
-    if (!config_given(c, SCHEDULER_KEY("cycle_second_step_size"))) { s->cycle_second_step_size = s->cycle_first_step_size; config_derive(r, SCHEDULER_KEY("cycle_second_step_size"), ORIGIN_DERIVED); }
-    if (!config_given(c, SCHEDULER_KEY("cycle_second_stair_count"))) { s->cycle_second_stair_count = s->cycle_first_stair_count; config_derive(r, SCHEDULER_KEY("cycle_second_stair_count"), ORIGIN_DERIVED); }
+    if (!config_given(c, SCHEDULER_KEY("cycle_second_step_size"))) {
+        s->cycle_second_step_size = s->cycle_first_step_size;
+        config_derive(r, SCHEDULER_KEY("cycle_second_step_size"), ORIGIN_DERIVED);
+    }
+    if (!config_given(c, SCHEDULER_KEY("cycle_second_stair_count"))) {
+        s->cycle_second_stair_count = s->cycle_first_stair_count;
+        config_derive(r, SCHEDULER_KEY("cycle_second_stair_count"), ORIGIN_DERIVED);
+    }
     config_check_with(r, "scheduler.", config_scheduler_name(s->type));
-    if (cosine && s->type != SCHEDULE_CONSTANT) config_say_key(r, CONFIG_PROBLEM, RUN_KEY("lr_schedule"), "stands beside a scheduler (%s); remove one of them", s->name);
+    if (cosine && s->type != SCHEDULE_CONSTANT)
+        config_say_key(r, CONFIG_PROBLEM, RUN_KEY("lr_schedule"), "stands beside a scheduler (%s); remove one of them", s->name);
     else if (cosine) s->type = SCHEDULE_COSINE;
     static const char *const of_cosine[] = {RUN_KEY("warmup_steps"), RUN_KEY("total_steps"), RUN_KEY("final_lr_frac")};
-    for (int i = 0; i < 3; i++) if (!cosine && config_given(c, of_cosine[i])) config_say_key(r, CONFIG_NOTICE, of_cosine[i], "has no effect without train_gpt.run.lr_schedule = cosine");
+    for (int i = 0; i < 3; i++)
+        if (!cosine && config_given(c, of_cosine[i]))
+            config_say_key(r, CONFIG_NOTICE, of_cosine[i], "has no effect without train_gpt.run.lr_schedule = cosine");
     if (s->total_steps == 0) { s->total_steps = max_i64(1, run->steps); config_derive(r, RUN_KEY("total_steps"), ORIGIN_DERIVED); }
-    if (cosine && s->warmup_steps > s->total_steps) config_say_key(r, CONFIG_NOTICE, RUN_KEY("warmup_steps"), "is more than total_steps = %" PRId64 ": the ramp is cut short", s->total_steps);
+    if (cosine && s->warmup_steps > s->total_steps)
+        config_say_key(r, CONFIG_NOTICE, RUN_KEY("warmup_steps"), "is more than total_steps = %" PRId64 ": the ramp is cut short",
+                       s->total_steps);
 }
 
 // One of the two offload sections. Its old form is a boolean beside it.
-static void config_resolve_offload(ConfigReader *r, OffloadConfig *o, const char *device_key, const char *old_key, bool old, const char *path_key, const char *pin_key) {
+static void config_resolve_offload(ConfigReader *r, OffloadConfig *o, const char *device_key, const char *old_key, bool old,
+                                   const char *path_key, const char *pin_key) {
     Config *c = r->config;
     if (config_given(c, old_key)) {
-        if (config_given(c, device_key)) config_say_key(r, CONFIG_PROBLEM, old_key, "is the old form of %s, which is given too; keep the latter", device_key);
+        if (config_given(c, device_key))
+            config_say_key(r, CONFIG_PROBLEM, old_key, "is the old form of %s, which is given too; keep the latter", device_key);
         else {
             config_say_key(r, CONFIG_NOTICE, old_key, "the old form; taken as %s = %s", device_key, old ? "cpu" : "none");
             o->device = old ? OFFLOAD_CPU : OFFLOAD_NONE;
@@ -340,39 +426,67 @@ static void config_resolve_zero(ConfigReader *r) {
     ZeroConfig *z = &c->zero;
     const CompatConfig *o = &c->compat;
     int64_t D = max_i64(1, c->parallel.data);
-    config_resolve_offload(r, &z->offload_param, ZERO_KEY("offload_param.device"), ZERO_KEY("cpu_offload_param"), o->cpu_offload_param, ZERO_KEY("offload_param.nvme_path"), ZERO_KEY("offload_param.pin_memory"));
-    config_resolve_offload(r, &z->offload_optimizer, ZERO_KEY("offload_optimizer.device"), ZERO_KEY("cpu_offload"), o->cpu_offload, ZERO_KEY("offload_optimizer.nvme_path"), ZERO_KEY("offload_optimizer.pin_memory"));
-    if (config_given(c, ZERO_KEY("cpu_offload_use_pin_memory"))) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("cpu_offload_use_pin_memory"), "the old form; taken as pin_memory of both offload sections");
+    config_resolve_offload(r, &z->offload_param, ZERO_KEY("offload_param.device"), ZERO_KEY("cpu_offload_param"), o->cpu_offload_param,
+                           ZERO_KEY("offload_param.nvme_path"), ZERO_KEY("offload_param.pin_memory"));
+    config_resolve_offload(r, &z->offload_optimizer, ZERO_KEY("offload_optimizer.device"), ZERO_KEY("cpu_offload"), o->cpu_offload,
+                           ZERO_KEY("offload_optimizer.nvme_path"), ZERO_KEY("offload_optimizer.pin_memory"));
+    if (config_given(c, ZERO_KEY("cpu_offload_use_pin_memory")))
+        config_say_key(r, CONFIG_NOTICE, ZERO_KEY("cpu_offload_use_pin_memory"),
+                       "the old form; taken as pin_memory of both offload sections");
     if (config_refused(c, ZERO_KEY("stage"))) return; // the rest depends on it
     bool offloads = z->offload_param.device || z->offload_optimizer.device, adam = c->optimizer.type == OPTIMIZER_ADAMW;
     if (!config_given(c, ZERO_KEY("overlap_comm"))) { z->overlap_comm = z->stage == 3; config_derive(r, ZERO_KEY("overlap_comm"), ORIGIN_DERIVED); }
     if (z->stage >= 1 && D == 1) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "one data-parallel rank: there is nothing to shard");
     if (z->stage >= 2 && c->parallel.pipeline > 1)
-        config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "with a pipeline the gradients%s travel for each of the %" PRId64 " micro-batches of an update; stage 1 moves them once", z->stage == 3 ? " and weights" : "", c->batch.gradient_accumulation_steps);
-    if (c->parallel.pipeline > 1 && z->overlap_comm && config_given(c, ZERO_KEY("overlap_comm"))) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("overlap_comm"), "has no effect with a pipeline");
-    if (z->offload_param.device && z->stage < 3) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_param.device"), "needs zero_optimization.stage 3, and it is %" PRId64 " (DeepSpeed ignores the section then); set the stage to 3, or the device to none", z->stage);
-    if (z->offload_optimizer.device && z->stage == 0) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.device"), "needs zero_optimization.stage 1 to 3, and it is 0; set a stage, or the device to none");
-    else if (z->offload_optimizer.device == OFFLOAD_NVME && z->stage < 3) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.device"), "needs zero_optimization.stage 3, and it is %" PRId64 " (DeepSpeed takes cpu then); set the stage to 3, or the device to cpu", z->stage);
-    if (o->offload_ratio < 1 && z->stage < 3) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.ratio"), "needs zero_optimization.stage 3, and it is %" PRId64 "; remove it", z->stage);
-    if (z->offload_param.device && z->offload_param.buffer_count < 2) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_param.buffer_count"), "is less than the 2 that are needed; raise it to 2");
+        config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "with a pipeline the gradients%s travel for each of the %" PRId64 " "
+                       "micro-batches of an update; stage 1 moves them once", z->stage == 3 ? " and weights" : "",
+                       c->batch.gradient_accumulation_steps);
+    if (c->parallel.pipeline > 1 && z->overlap_comm && config_given(c, ZERO_KEY("overlap_comm")))
+        config_say_key(r, CONFIG_NOTICE, ZERO_KEY("overlap_comm"), "has no effect with a pipeline");
+    if (z->offload_param.device && z->stage < 3)
+        config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_param.device"), "needs zero_optimization.stage 3, and it is %" PRId64 " "
+                       "(DeepSpeed ignores the section then); set the stage to 3, or the device to none", z->stage);
+    if (z->offload_optimizer.device && z->stage == 0)
+        config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.device"),
+                       "needs zero_optimization.stage 1 to 3, and it is 0; set a stage, or the device to none");
+    else if (z->offload_optimizer.device == OFFLOAD_NVME && z->stage < 3)
+        config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.device"), "needs zero_optimization.stage 3, and it is %" PRId64 " "
+                       "(DeepSpeed takes cpu then); set the stage to 3, or the device to cpu", z->stage);
+    if (o->offload_ratio < 1 && z->stage < 3)
+        config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.ratio"),
+                       "needs zero_optimization.stage 3, and it is %" PRId64 "; remove it", z->stage);
+    if (z->offload_param.device && z->offload_param.buffer_count < 2)
+        config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_param.buffer_count"), "is less than the 2 that are needed; raise it to 2");
     if (z->offload_optimizer.device && z->offload_optimizer.buffer_count < (adam ? 4 : 3))
-        config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.buffer_count"), "is less than the %d arrays of a tensor; raise it to %d", adam ? 4 : 3, adam ? 4 : 3);
-    if (z->stage >= 2 && z->reduce_scatter && z->prescale_gradients) config_say_key(r, CONFIG_PROBLEM, "prescale_gradients", "cannot be with zero_optimization.stage %" PRId64 " and reduce_scatter; remove it", z->stage);
-    if (z->stage >= 2 && z->reduce_scatter && z->gradient_predivide_factor != 1) config_say_key(r, CONFIG_PROBLEM, "gradient_predivide_factor", "cannot be with zero_optimization.stage %" PRId64 " and reduce_scatter; remove it", z->stage);
-    if (z->prescale_gradients && z->gradient_predivide_factor != 1) config_say_key(r, CONFIG_NOTICE, "gradient_predivide_factor", "has no effect with prescale_gradients");
-    if (o->zero_quantized_gradients && !z->reduce_scatter) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("zero_quantized_gradients"), "needs zero_optimization.reduce_scatter; remove one of them");
-    if ((z->stage == 1 || z->stage == 2) && z->allgather_bucket_size % 2 != 0) config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("allgather_bucket_size"), "is odd; give %" PRId64, z->allgather_bucket_size - 1);
-    if (!offloads && config_given(c, ZERO_KEY("sub_group_size"))) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("sub_group_size"), "has no effect without offload");
+        config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.buffer_count"),
+                       "is less than the %d arrays of a tensor; raise it to %d", adam ? 4 : 3, adam ? 4 : 3);
+    if (z->stage >= 2 && z->reduce_scatter && z->prescale_gradients)
+        config_say_key(r, CONFIG_PROBLEM, "prescale_gradients",
+                       "cannot be with zero_optimization.stage %" PRId64 " and reduce_scatter; remove it", z->stage);
+    if (z->stage >= 2 && z->reduce_scatter && z->gradient_predivide_factor != 1)
+        config_say_key(r, CONFIG_PROBLEM, "gradient_predivide_factor",
+                       "cannot be with zero_optimization.stage %" PRId64 " and reduce_scatter; remove it", z->stage);
+    if (z->prescale_gradients && z->gradient_predivide_factor != 1)
+        config_say_key(r, CONFIG_NOTICE, "gradient_predivide_factor", "has no effect with prescale_gradients");
+    if (o->zero_quantized_gradients && !z->reduce_scatter)
+        config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("zero_quantized_gradients"), "needs zero_optimization.reduce_scatter; remove one of them");
+    if ((z->stage == 1 || z->stage == 2) && z->allgather_bucket_size % 2 != 0)
+        config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("allgather_bucket_size"), "is odd; give %" PRId64, z->allgather_bucket_size - 1);
+    if (!offloads && config_given(c, ZERO_KEY("sub_group_size")))
+        config_say_key(r, CONFIG_NOTICE, ZERO_KEY("sub_group_size"), "has no effect without offload");
     for (int i = 0; i < CONFIG_KEY_COUNT && z->stage < 3; i++)
-        if (strncmp(config_keys[i].path, ZERO_KEY("stage3_"), 25) == 0 && config_keys[i].size && config_row_given(c, i)) config_say_key(r, CONFIG_NOTICE, config_keys[i].path, "has no effect below zero_optimization.stage 3");
-    if (offloads && !config_given(c, "optimizer.type")) config_say_key(r, CONFIG_NOTICE, "optimizer.type", "is not given beside offload: AdamW on the CPU");
+        if (strncmp(config_keys[i].path, ZERO_KEY("stage3_"), 25) == 0 && config_keys[i].size && config_row_given(c, i))
+            config_say_key(r, CONFIG_NOTICE, config_keys[i].path, "has no effect below zero_optimization.stage 3");
+    if (offloads && !config_given(c, "optimizer.type"))
+        config_say_key(r, CONFIG_NOTICE, "optimizer.type", "is not given beside offload: AdamW on the CPU");
     int64_t h = c->model.n_embd;
     const struct { const char *key; int64_t *field, value; } sizes[] = { // what "auto" stands for
         {ZERO_KEY("reduce_bucket_size"), &z->reduce_bucket_size, h * h},
-        {ZERO_KEY("stage3_prefetch_bucket_size"), &z->prefetch_bucket_size, h * h / 10 * 9 + h * h % 10 * 9 / 10},
+        {ZERO_KEY("stage3_prefetch_bucket_size"), &z->prefetch_bucket_size, 9 * h * h / 10},
         {ZERO_KEY("stage3_param_persistence_threshold"), &z->param_persistence_threshold, 10 * h},
     };
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) if (h && c->key[config_find_key(sizes[i].key)].origin == ORIGIN_AUTO) *sizes[i].field = sizes[i].value;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        if (h && c->key[config_find_key(sizes[i].key)].origin == ORIGIN_AUTO) *sizes[i].field = sizes[i].value;
 }
 
 static void config_resolve_rest(ConfigReader *r) {
@@ -381,13 +495,19 @@ static void config_resolve_rest(ConfigReader *r) {
     CheckpointConfig *k = &c->checkpoint;
     if (!config_given(c, "gradient_clipping")) config_say(r, CONFIG_INFO, 0, "", "", "gradient_clipping is not given: 1.0 (0 switches it off)");
     if (k->num_checkpoints_to_keep && k->keep_n_most_recent > k->num_checkpoints_to_keep)
-        config_say_key(r, CONFIG_PROBLEM, "checkpoint.keep_n_most_recent", "is more than checkpoint.num_checkpoints_to_keep = %" PRId64 "; lower it", k->num_checkpoints_to_keep);
-    if (c->batch.vocabulary_size % 8 != 0) config_say_key(r, CONFIG_NOTICE, "vocabulary_size", "is not a multiple of 8; the buffers are padded to one");
-    if (o->partition_activations && c->parallel.tensor == 1) config_say_key(r, CONFIG_NOTICE, "activation_checkpointing.partition_activations", "one tensor-parallel rank: nothing to split");
-    if (o->flops_profiler && o->profile_step > c->run.steps) config_say_key(r, CONFIG_NOTICE, "flops_profiler.profile_step", "is beyond the last update, %" PRId64, c->run.steps);
+        config_say_key(r, CONFIG_PROBLEM, "checkpoint.keep_n_most_recent",
+                       "is more than checkpoint.num_checkpoints_to_keep = %" PRId64 "; lower it", k->num_checkpoints_to_keep);
+    if (c->batch.vocabulary_size % 8 != 0)
+        config_say_key(r, CONFIG_NOTICE, "vocabulary_size", "is not a multiple of 8; the buffers are padded to one");
+    if (o->partition_activations && c->parallel.tensor == 1)
+        config_say_key(r, CONFIG_NOTICE, "activation_checkpointing.partition_activations", "one tensor-parallel rank: nothing to split");
+    if (o->flops_profiler && o->profile_step > c->run.steps)
+        config_say_key(r, CONFIG_NOTICE, "flops_profiler.profile_step", "is beyond the last update, %" PRId64, c->run.steps);
     if (config_given(c, "compile.passes")) {
         bool sequence = (o->compile_passes >> 2 & 1) && c->parallel.sequence == 1, tensor = (o->compile_passes >> 3 & 1) && c->parallel.tensor == 1;
-        if (sequence || tensor) config_say_key(r, CONFIG_PROBLEM, "compile.passes", "stands for a degree that is not given; set %s", sequence ? "sequence_parallel_size" : "tensor_model_parallel_size");
+        if (sequence || tensor)
+            config_say_key(r, CONFIG_PROBLEM, "compile.passes", "stands for a degree that is not given; set %s",
+                           sequence ? "sequence_parallel_size" : "tensor_model_parallel_size");
         else config_say_key(r, CONFIG_NOTICE, "compile.passes", "has no effect: the kernels are compiled already");
     }
     if (config_given(c, "backend")) {
@@ -395,9 +515,14 @@ static void config_resolve_rest(ConfigReader *r) {
         else config_say_key(r, CONFIG_PROBLEM, "backend", "is not a transport of this program; remove it");
     }
     RunConfig *run = &c->run;
-    if (!config_given(c, RUN_KEY("eval_every"))) { run->eval_every = c->data.val[0] ? 100 : 0; config_derive(r, RUN_KEY("eval_every"), ORIGIN_DERIVED); }
+    if (!config_given(c, RUN_KEY("eval_every"))) {
+        run->eval_every = c->data.val[0] ? 100 : 0;
+        config_derive(r, RUN_KEY("eval_every"), ORIGIN_DERIVED);
+    }
     if (!run->output_dir[0]) config_say_key(r, CONFIG_PROBLEM, RUN_KEY("output_dir"), "is empty; name a folder");
-    if (!config_tag_valid(run->resume)) config_say_key(r, CONFIG_PROBLEM, RUN_KEY("resume"), "is no tag; a tag has letters, digits, '.', '_' and '-', and begins with neither '.' nor '-'");
+    if (!config_tag_valid(run->resume))
+        config_say_key(r, CONFIG_PROBLEM, RUN_KEY("resume"),
+                       "is no tag; a tag has letters, digits, '.', '_' and '-', and begins with neither '.' nor '-'");
 }
 
 static void config_refuse_unbuilt(ConfigReader *r) {

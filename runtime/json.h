@@ -30,7 +30,9 @@
 
 typedef enum { JSON_STRICT, JSON_TOLERANT } JsonMode;
 typedef enum { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT, JSON_BAD } JsonType; // BAD: see fault
-typedef enum { JSON_FAULT_NONE, JSON_FAULT_WORD, JSON_FAULT_TEMPLATE, JSON_FAULT_NUMBER, JSON_FAULT_NOT_FINITE, JSON_FAULT_EQUALS, JSON_FAULT_KEY } JsonFault;
+typedef enum {
+    JSON_FAULT_NONE, JSON_FAULT_WORD, JSON_FAULT_TEMPLATE, JSON_FAULT_NUMBER, JSON_FAULT_NOT_FINITE, JSON_FAULT_EQUALS, JSON_FAULT_KEY,
+} JsonFault;
 typedef enum { JSON_REMARK_NONE, JSON_REMARK_PYTHON, JSON_REMARK_QUOTES } JsonRemark;
 
 typedef struct {
@@ -194,7 +196,8 @@ static inline int64_t json_utf8_fault(const char *text, int64_t length) {
         int n = c < 0x80 ? 1 : (c >= 0xc2 && c <= 0xdf) ? 2 : (c >= 0xe0 && c <= 0xef) ? 3 : (c >= 0xf0 && c <= 0xf4) ? 4 : 0;
         if (n == 0 || n > length - i) return i;
         for (int k = 1; k < n; k++) if ((s[i + k] & 0xc0) != 0x80) return i;
-        if ((c == 0xe0 && s[i + 1] < 0xa0) || (c == 0xed && s[i + 1] > 0x9f) || (c == 0xf0 && s[i + 1] < 0x90) || (c == 0xf4 && s[i + 1] > 0x8f)) return i;
+        if ((c == 0xe0 && s[i + 1] < 0xa0) || (c == 0xed && s[i + 1] > 0x9f) || (c == 0xf0 && s[i + 1] < 0x90) || (c == 0xf4 && s[i + 1] > 0x8f))
+            return i;
         i += n;
     }
     return -1;
@@ -263,11 +266,10 @@ static inline bool json_unicode_escape(JsonParser *p) {
     }
     p->at += 6;
     char out[4];
-    int n = 0;
-    if (code < 0x80) out[n++] = (char)code;
-    else if (code < 0x800) { out[n++] = (char)(0xc0 | code >> 6); out[n++] = (char)(0x80 | (code & 63)); }
-    else if (code < 0x10000) { out[n++] = (char)(0xe0 | code >> 12); out[n++] = (char)(0x80 | (code >> 6 & 63)); out[n++] = (char)(0x80 | (code & 63)); }
-    else { out[n++] = (char)(0xf0 | code >> 18); out[n++] = (char)(0x80 | (code >> 12 & 63)); out[n++] = (char)(0x80 | (code >> 6 & 63)); out[n++] = (char)(0x80 | (code & 63)); }
+    int n = code < 0x80 ? 1 : code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    static const int lead[] = {0, 0, 0xc0, 0xe0, 0xf0}; // marks a character of n bytes
+    for (int i = n - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 63));
+    out[0] = (char)(lead[n] | code);
     json_pool_add(p, out, n);
     return true;
 }
@@ -291,9 +293,13 @@ static inline bool json_quoted(JsonParser *p, int32_t *text, int32_t *length) {
         }
         static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
         const char *found = escape ? strchr(from, escape) : NULL;
-        if (found) json_pool_add(p, &to[found - from], 1);
-        else if (escape == '\'' && quote == '\'') json_pool_add(p, "'", 1);
-        else { p->at++; char here[32]; return json_fail(p, "%s after a backslash is no escape sequence of JSON; a backslash itself is written \\\\", json_here(p, here)); }
+        bool own_quote = escape == '\'' && quote == '\'';
+        if (!found && !own_quote) {
+            char here[32];
+            p->at++;
+            return json_fail(p, "%s after a backslash is no escape sequence of JSON; a backslash itself is written \\\\", json_here(p, here));
+        }
+        json_pool_add(p, own_quote ? "'" : &to[found - from], 1);
         p->at += 2;
     }
     p->at++;
@@ -333,7 +339,10 @@ static inline bool json_bare(JsonParser *p, JsonNode *n) {
         n->type = JSON_BAD;
         bool shouting = length > 2; // a name such as CONFIG_MBSIZE
         for (int64_t i = 0; i < length; i++) shouting &= (s[i] >= 'A' && s[i] <= 'Z') || s[i] == '_' || json_is_digit(s[i]);
-        if (json_word_is(s + sign, length - sign, "nan") || json_word_is(s + sign, length - sign, "inf") || json_word_is(s + sign, length - sign, "infinity")) n->fault = JSON_FAULT_NOT_FINITE;
+        const char *word = s + sign;
+        int64_t letters = length - sign;
+        bool not_finite = json_word_is(word, letters, "nan") || json_word_is(word, letters, "inf") || json_word_is(word, letters, "infinity");
+        if (not_finite) n->fault = JSON_FAULT_NOT_FINITE;
         else if (json_is_digit(*s) || sign || *s == '.') n->fault = JSON_FAULT_NUMBER;
         else n->fault = shouting || strchr("$<%@", *s) ? JSON_FAULT_TEMPLATE : JSON_FAULT_WORD;
         if (n->fault == JSON_FAULT_WORD) { // the word may go on after a blank: up to whatever ends an element
@@ -361,9 +370,13 @@ static inline bool json_member_key(JsonParser *p, int32_t node) {
     } else {
         const char *s = p->at, *e = s;
         while (e < p->end && !strchr(" \t\r\n,:={}[]\"'#", *e)) e++;
-        if (p->mode == JSON_TOLERANT && json_is_digit(*s)) return json_fail(p, "expected a key in quotes, found a number; if it belongs to the number before it, write that without a comma inside");
-        if (p->mode == JSON_TOLERANT && *s == '{') return json_fail(p, "expected a key in quotes, found \"{\"; this looks like a template whose variables were not filled in");
-        if (p->mode == JSON_STRICT || e == s || e - s > JSON_STRING_MAX) return json_fail(p, "expected a key in quotes, found %s", json_here(p, here));
+        if (p->mode == JSON_TOLERANT && json_is_digit(*s))
+            return json_fail(p, "expected a key in quotes, found a number; if it belongs to the number before it, write that without a comma "
+                             "inside");
+        if (p->mode == JSON_TOLERANT && *s == '{')
+            return json_fail(p, "expected a key in quotes, found \"{\"; this looks like a template whose variables were not filled in");
+        if (p->mode == JSON_STRICT || e == s || e - s > JSON_STRING_MAX)
+            return json_fail(p, "expected a key in quotes, found %s", json_here(p, here));
         n->fault = JSON_FAULT_KEY;
         key = p->pool_used;
         length = (int32_t)(e - s);
@@ -391,7 +404,9 @@ static inline bool json_elements(JsonParser *p, int32_t container, int depth) {
     if (depth > JSON_DEPTH) return json_fail(p, "more than %d nested brackets", JSON_DEPTH);
     for (p->at++;;) {
         if (!json_skip_blanks(p)) return false;
-        if (p->at == p->end) return json_fail(p, "the text ends before the '%c' that closes line %d's '%c'", close, p->j->node[container].line, object ? '{' : '[');
+        if (p->at == p->end)
+            return json_fail(p, "the text ends before the '%c' that closes line %d's '%c'", close, p->j->node[container].line,
+                             object ? '{' : '[');
         if (*p->at == close && !(after_comma && p->mode == JSON_STRICT)) break;
         int32_t n = json_add_node(p, container);
         if (object && !json_member_key(p, n)) return false;
@@ -438,7 +453,8 @@ static inline void json_mark_twins(Json *j) {
         uint32_t slot = (uint32_t)rng_mix(h ^ (uint64_t)j->node[n].parent << 32) & (room - 1);
         for (; table[slot]; slot = (slot + 1) & (room - 1)) {
             const JsonNode *other = &j->node[table[slot] - 1];
-            if (other->parent != j->node[n].parent || other->key_length != j->node[n].key_length || memcmp(j->pool + other->key, key, (size_t)other->key_length) != 0) continue;
+            if (other->parent != j->node[n].parent || other->key_length != j->node[n].key_length) continue;
+            if (memcmp(j->pool + other->key, key, (size_t)other->key_length) != 0) continue;
             j->node[n].twin = table[slot] - 1;
             break;
         }
