@@ -28,5 +28,9 @@ void device_cpu_order(Stream s, const DeviceRange *range, int n);
 // w has been started and is now the last work of s.
 void device_cpu_enqueue(Stream s, DeviceWork *w);
 
+// Work that is done at once touches these bytes of device memory, or of the host's: finishes what is pending on s. Returns the
+// address to use; null stays null.
+void *device_cpu_touch(Stream s, const void *at, int64_t bytes, bool written);
+
 // Finishes everything that is pending on s. s may be null: nothing is pending there.
 void device_cpu_settle(Stream s);

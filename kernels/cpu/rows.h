@@ -8,6 +8,9 @@
 // into pieces by sizes that depend on the shape only, never on the number of threads, and added in the order of the pieces.
 #pragma once
 #include "../kernels.h"
+#ifndef USE_CUDA
+#include "../../runtime/device_cpu.h"
+#endif
 
 // Loops with fewer elements than this run on the calling thread: waking the others costs about as much.
 #define PARALLEL_MIN 32768
@@ -18,6 +21,19 @@
 #else
 #define UNINITIALIZED
 #endif
+
+// Every kernel begins by naming what it writes and what it reads. That is its place on the stream: work that is pending there
+// is finished first, and in DEBUG the arguments become addresses that can be used and are checked for missing waits. In a
+// CUDA build these kernels are the oracle and compute on the host's own memory, in the order of the calls.
+#ifdef USE_CUDA
+static inline void *kernel_argument(Stream, void *at, int64_t, bool) { return at; }
+#else
+static inline void *kernel_argument(Stream s, void *at, int64_t bytes, bool written) { return device_cpu_touch(s, at, bytes, written); }
+#endif
+static inline void kernel_touches(Stream s, bool written, Tensor &t) { t.data = kernel_argument(s, t.data, tensor_bytes(t), written); }
+template <class T> static inline void kernel_touches(Stream s, bool written, T *&p) { p = (T *)kernel_argument(s, (void *)p, sizeof(T), written); }
+template <class... Arguments> static inline void kernel_writes(Stream s, Arguments &...argument) { (kernel_touches(s, true, argument), ...); }
+template <class... Arguments> static inline void kernel_reads(Stream s, Arguments &...argument) { (kernel_touches(s, false, argument), ...); }
 
 // n floats, 64-byte aligned, contents undefined; freed with free().
 static inline float *scratch_floats(int64_t n) {
