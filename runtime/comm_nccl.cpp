@@ -1,0 +1,278 @@
+// comm_nccl.cpp - comm.h for GPUs: collectives by NCCL, the start and small exchanges between hosts by a TCP star.
+//
+// No MPI: the launcher's environment says who is who (launch.h), rendezvous.h connects all ranks to rank 0, and over that
+// star go the identifiers from which NCCL makes its communicators. One communicator a group (a channel).
+//
+// Nothing waits for ever. Communicators are non-blocking, so that a call of NCCL that waits for a peer returns
+// ncclInProgress and is asked about until it is done or a limit passes. Once a second a helper thread looks for errors that NCCL found
+// in its own threads, and for ranks whose connection to the star has closed. What a GPU does meanwhile cannot be stopped
+// and need not be: the program ends, and the driver clears up.
+//
+// NCCL adds 16-bit types in fp32 and rounds at every hop, so with more than two ranks more than once. Its order of
+// addition depends on the sizes and on the GPUs' connections, but is the same in every call and every run.
+#include "rendezvous.h"
+#include <cuda_runtime.h>
+#include <nccl.h>
+#include <sched.h>
+#include <signal.h>
+
+#if NCCL_VERSION_CODE < 21400
+#error "NCCL 2.14 or later is needed (non-blocking communicators)"
+#endif
+
+enum { CHANNELS_MAX = 64, GROUP_SECONDS = 120, FINISH_SECONDS = 10 };
+
+typedef struct {
+    ncclComm_t comm; // null: free
+    int size, rank;  // of the group
+    bool in_batch;   // has a part in the batch being collected
+} Channel;
+
+static Star star;
+static Channel channels[CHANNELS_MAX]; // channel 0 stays free: it is what groups of one rank carry
+static bool batch;
+static pthread_mutex_t channels_lock = PTHREAD_MUTEX_INITIALIZER; // the watch reads what groups come and go
+static pthread_cond_t watch_wakes = PTHREAD_COND_INITIALIZER;
+static pthread_t watch_thread;
+static bool watch_runs;
+
+// ---------------------------------------------------------------------------------------------------------------
+// Errors
+
+__attribute__((noreturn)) static void nccl_failed(ncclResult_t result, const Channel *c, const char *call) {
+    char text[600], where[64] = "";
+    const char *last = ncclGetLastError(c ? c->comm : NULL);
+    size_t length = last ? strlen(last) : 0;
+    while (length && (last[length - 1] == '\n' || last[length - 1] == ' ')) length--;
+    text_escape(text, sizeof text, last ? last : "", length);
+    if (c) snprintf(where, sizeof where, " as rank %d of a group of %d", c->rank, c->size);
+    int code = result == ncclInvalidUsage ? EXIT_CONFIG : result == ncclInvalidArgument ? EXIT_INTERNAL : EXIT_PEER;
+    die(code, "rank %d%s: NCCL's %s failed: %s%s%s; NCCL_DEBUG=WARN shows more", star.rank, where, call, ncclGetErrorString(result), length ? ": " : "", text);
+}
+
+// Waits until what `call` has begun on the channel is under way, and its stream may be used again.
+static void nccl_settle(ncclResult_t result, const Channel *c, const char *call, double limit_s) {
+    double start = clock_seconds();
+    while (result == ncclInProgress) {
+        double waited = clock_seconds() - start;
+        if (waited > limit_s)
+            die(EXIT_PEER, "rank %d as rank %d of a group of %d: NCCL's %s did not get through within %.0f s: another rank hangs or was not started; NCCL_DEBUG=INFO shows which",
+                star.rank, c->rank, c->size, call, limit_s);
+        if (waited < 1e-3) sched_yield(); // the usual case: tens of microseconds
+        else {
+            struct timespec pause = {0, 100000};
+            nanosleep(&pause, NULL);
+        }
+        ncclResult_t asked = ncclCommGetAsyncError(c->comm, &result);
+        if (asked != ncclSuccess) nccl_failed(asked, c, "ncclCommGetAsyncError");
+    }
+    if (result != ncclSuccess) nccl_failed(result, c, call);
+}
+
+// What a collective's call returned. Inside a batch nothing has begun yet, so there is nothing to wait for.
+static void nccl_enqueued(ncclResult_t result, Channel *c, const char *call) {
+    if (!batch) nccl_settle(result, c, call, star.call_seconds);
+    else if (result == ncclSuccess || result == ncclInProgress) c->in_batch = true;
+    else nccl_failed(result, c, call);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The watch
+
+static void *watch(void *) {
+    pthread_mutex_lock(&channels_lock);
+    while (watch_runs) {
+        for (int i = 1; i < CHANNELS_MAX; i++) {
+            ncclResult_t error = ncclSuccess;
+            if (!channels[i].comm) continue;
+            ncclResult_t asked = ncclCommGetAsyncError(channels[i].comm, &error);
+            if (asked != ncclSuccess) nccl_failed(asked, &channels[i], "ncclCommGetAsyncError");
+            if (error != ncclSuccess && error != ncclInProgress) nccl_failed(error, &channels[i], "collective");
+        }
+        star_watch(&star);
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_sec++;
+        pthread_cond_timedwait(&watch_wakes, &channels_lock, &until);
+    }
+    pthread_mutex_unlock(&channels_lock);
+    return NULL;
+}
+
+static void watch_start(void) {
+    sigset_t all, before;
+    watch_runs = true;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); // signals are the main thread's business
+    int error = pthread_create(&watch_thread, NULL, watch, NULL);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (error) die(EXIT_CONFIG, "rank %d cannot make a thread: %s; raise the limit on processes (ulimit -u)", star.rank, strerror(error));
+}
+
+static void watch_stop(void) {
+    pthread_mutex_lock(&channels_lock);
+    watch_runs = false;
+    pthread_cond_signal(&watch_wakes);
+    pthread_mutex_unlock(&channels_lock);
+    pthread_join(watch_thread, NULL);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Start and end
+
+CommWorld comm_start(void) {
+    Launch launch = launch_read();
+    // NVLink multicast (NVLS) reserves resources of the whole host's switches; where that goes wrong, all GPUs of the host are out of
+    // service, also for others who share it. Whoever has the host to himself may set the variable to 1.
+    setenv("NCCL_NVLS_ENABLE", "0", 0);
+    rendezvous(&star, &launch, START_SECONDS);
+    CommWorld w = {star.rank, star.world, star.local_rank, star.local_world};
+    int n_gpus = 0;
+    if (w.world == 1) return w;
+    if (cudaGetDeviceCount(&n_gpus) == cudaSuccess && w.local_rank >= n_gpus) // other errors: device_init explains them
+        die(EXIT_CONFIG, "rank %d has local rank %d of %d on its host, which shows it %d GPU%s; start at most one rank a GPU, and let every rank see all GPUs of its host (CUDA_VISIBLE_DEVICES; with Slurm --gpus-per-node, not --gpus-per-task)",
+            w.rank, w.local_rank, w.local_world, n_gpus, n_gpus == 1 ? "" : "s");
+    int version = 0;
+    if (w.rank == 0 && ncclGetVersion(&version) == ncclSuccess)
+        note("%d ranks on %d host%s, started by %s; NCCL %d.%d.%d", w.world, star.n_hosts, star.n_hosts == 1 ? "" : "s", launch.launcher, version / 10000, version / 100 % 100, version % 100);
+    watch_start();
+    return w;
+}
+
+static void channel_free(Channel *c) {
+    pthread_mutex_lock(&channels_lock);
+    ncclComm_t comm = c->comm;
+    c->comm = NULL;
+    pthread_mutex_unlock(&channels_lock);
+    Channel last = {comm, c->size, c->rank, false};
+    nccl_settle(ncclCommFinalize(comm), &last, "ncclCommFinalize", FINISH_SECONDS);
+    ncclResult_t result = ncclCommDestroy(comm);
+    if (result != ncclSuccess && result != ncclInProgress) nccl_failed(result, NULL, "ncclCommDestroy");
+}
+
+void comm_finish(void) {
+    if (star.world > 1) {
+        for (int i = 1; i < CHANNELS_MAX; i++)
+            if (channels[i].comm) channel_free(&channels[i]);
+        watch_stop();
+        star_barrier(&star); // behind it nobody watches any more, and connections may close
+    }
+    star_close(&star);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Groups
+
+Group comm_group_create(const int *rank, int n) {
+    // One call may make several groups that have no rank in common, so every rank offers an identifier if it is its
+    // group's first, all see all offers, and each takes that of its own first rank.
+    typedef struct {
+        int32_t n, first;
+        ncclUniqueId id;
+    } Offer;
+    Group g = {n, 0, 0};
+    for (int i = 0; i < n; i++) {
+        CHECK(rank[i] >= 0 && rank[i] < star.world && (i == 0 || rank[i] > rank[i - 1]), "rank %d at %d of a group", rank[i], i);
+        if (rank[i] == star.rank) g.rank = i;
+    }
+    CHECK(n == 0 || rank[g.rank] == star.rank, "rank %d is no member of its group", star.rank);
+    if (star.world == 1) return g;
+    Offer mine, *offer = (Offer *)host_alloc(sizeof(Offer) * (size_t)star.world);
+    memset(&mine, 0, sizeof mine);
+    mine.n = n;
+    mine.first = n ? rank[0] : -1;
+    if (n > 1 && g.rank == 0) {
+        ncclResult_t result = ncclGetUniqueId(&mine.id);
+        if (result != ncclSuccess) nccl_failed(result, NULL, "ncclGetUniqueId");
+    }
+    star_gather(&star, offer, &mine, sizeof mine);
+    star_broadcast(&star, offer, (int64_t)sizeof(Offer) * star.world, 0);
+    for (int i = 0; i < n; i++)
+        CHECK(offer[rank[i]].n == n && offer[rank[i]].first == rank[0], "ranks %d and %d have different groups", star.rank, rank[i]);
+    if (n > 1) {
+        Channel c = {NULL, n, g.rank, false};
+        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+        config.blocking = 0;
+        for (g.channel = 1; g.channel < CHANNELS_MAX && channels[g.channel].comm; g.channel++) {}
+        CHECK(g.channel < CHANNELS_MAX, "%d groups", g.channel);
+        nccl_settle(ncclCommInitRankConfig(&c.comm, n, offer[rank[0]].id, g.rank, &config), &c, "ncclCommInitRankConfig", GROUP_SECONDS);
+        pthread_mutex_lock(&channels_lock);
+        channels[g.channel] = c;
+        pthread_mutex_unlock(&channels_lock);
+    }
+    free(offer);
+    return g;
+}
+
+void comm_group_free(Group *g) {
+    if (g->size > 1) channel_free(&channels[g->channel]);
+    g->size = g->channel = 0;
+}
+
+// The group's communicator; null when there is nobody to talk to.
+static Channel *channel_of(Group g) {
+    CHECK(g.size >= 1, "a collective on a group that this rank is no member of");
+    if (g.size == 1) return NULL;
+    CHECK(g.channel > 0 && g.channel < CHANNELS_MAX && channels[g.channel].comm && channels[g.channel].size == g.size, "group of %d on channel %d", g.size, g.channel);
+    return &channels[g.channel];
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Collectives
+
+static ncclDataType_t nccl_type(DType t) { return t == DTYPE_FP32 ? ncclFloat32 : t == DTYPE_BF16 ? ncclBfloat16 : ncclFloat16; }
+
+static void copy_unless_same(void *dst, const void *src, int64_t bytes, Stream s) {
+    if (dst != src) device_copy(dst, src, bytes, COPY_ON_DEVICE, s);
+}
+
+void comm_all_gather(Group g, void *full, const void *shard, int64_t n, DType t, Stream s) {
+    Channel *c = channel_of(g);
+    if (!c) copy_unless_same(full, shard, n * dtype_bytes(t), s);
+    else if (n > 0) nccl_enqueued(ncclAllGather(shard, full, (size_t)n, nccl_type(t), c->comm, (cudaStream_t)s), c, "ncclAllGather");
+}
+
+void comm_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, Stream s) {
+    Channel *c = channel_of(g);
+    if (!c) copy_unless_same(shard, full, n * dtype_bytes(t), s);
+    else if (n > 0) nccl_enqueued(ncclReduceScatter(full, shard, (size_t)n, nccl_type(t), ncclSum, c->comm, (cudaStream_t)s), c, "ncclReduceScatter");
+}
+
+void comm_all_reduce(Group g, void *x, int64_t n, DType t, Stream s) {
+    Channel *c = channel_of(g);
+    if (c && n > 0) nccl_enqueued(ncclAllReduce(x, x, (size_t)n, nccl_type(t), ncclSum, c->comm, (cudaStream_t)s), c, "ncclAllReduce");
+}
+
+void comm_all_reduce_double(Group g, double *x, int64_t n, CommOp op, Stream s) {
+    Channel *c = channel_of(g);
+    ncclRedOp_t nccl_op = op == COMM_SUM ? ncclSum : op == COMM_MAX ? ncclMax : ncclMin;
+    if (c && n > 0) nccl_enqueued(ncclAllReduce(x, x, (size_t)n, ncclDouble, nccl_op, c->comm, (cudaStream_t)s), c, "ncclAllReduce");
+}
+
+void comm_broadcast(Group g, void *x, int64_t bytes, int root, Stream s) {
+    Channel *c = channel_of(g);
+    CHECK(root >= 0 && root < g.size, "root %d of a group of %d", root, g.size);
+    if (c && bytes > 0) nccl_enqueued(ncclBroadcast(x, x, (size_t)bytes, ncclUint8, root, c->comm, (cudaStream_t)s), c, "ncclBroadcast");
+}
+
+void comm_batch_begin(void) {
+    CHECK(!batch, "a batch inside a batch");
+    ncclResult_t result = star.world > 1 ? ncclGroupStart() : ncclSuccess;
+    if (result != ncclSuccess) nccl_failed(result, NULL, "ncclGroupStart");
+    batch = true;
+}
+
+void comm_batch_end(void) {
+    CHECK(batch, "no batch was begun");
+    batch = false;
+    ncclResult_t result = star.world > 1 ? ncclGroupEnd() : ncclSuccess;
+    if (result != ncclSuccess && result != ncclInProgress) nccl_failed(result, NULL, "ncclGroupEnd");
+    for (int i = 1; i < CHANNELS_MAX; i++) {
+        if (!channels[i].in_batch) continue;
+        channels[i].in_batch = false;
+        nccl_settle(result, &channels[i], "ncclGroupEnd", star.call_seconds);
+    }
+}
+
+void comm_host_broadcast(void *x, int64_t bytes, int root) { star_broadcast(&star, x, bytes, root); }
+void comm_host_all_reduce(double *x, int n, CommOp op) { star_all_reduce(&star, x, n, op); }
