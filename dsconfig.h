@@ -601,7 +601,8 @@ PRINTF_LIKE(4, 5) static void config_say_key(ConfigReader *r, ConfigMessageKind 
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    bool has_value = config_keys[i].size > 0 && !(config_keys[i].type == KEY_TEXT && !((const char *)r->config)[config_keys[i].offset]);
+    const ConfigKey *k = &config_keys[i];
+    bool has_value = k->size > 0 && (state->origin != ORIGIN_DEFAULT || k->initial[0]) && !(k->type == KEY_TEXT && !((const char *)r->config)[k->offset]);
     if (kind == CONFIG_PROBLEM) state->refused = true;
     if (state->alias) path = config_keys[state->alias - 1].path; // as the user knows it
     config_say(r, kind, state->origin == ORIGIN_COMMAND_LINE ? -1 : state->line, path,
@@ -1006,7 +1007,7 @@ static bool config_override_text(const char *override, char *dst, size_t room, c
     size_t path_length = equals ? (size_t)(equals - override) : strlen(override), used = 0, value_length, first = strcspn(override, ".=");
     char ours[CONFIG_NAME_MAX + 16], top[CONFIG_NAME_MAX];
     if (!equals) {
-        snprintf(why, why_room, "is neither an option nor an override; overrides look like run.steps=100, options begin with -- (see --help)");
+        snprintf(why, why_room, "is neither an option nor an override; a configuration file is named with -c, overrides look like run.steps=100");
         return false;
     }
     if (path_length == 0) { snprintf(why, why_room, "has no key before the '='; write key.path=value"); return false; }
@@ -1345,7 +1346,7 @@ static CommandLine config_read_arguments(int argc, char **argv) {
             if (!config_read_int(value, 1, 1000000, &l.world)) die(EXIT_CONFIG, "%s: --world needs a number of ranks after it, 1 to 1000000", shown);
             l.world_given = true;
         }
-        else if (arg[0] == '-') die(EXIT_CONFIG, "%s is no option; see --help", shown);
+        else if (arg[0] == '-') die(EXIT_CONFIG, "%s is no option%s; see --help", shown, strchr(arg, '=') ? " (overrides such as run.steps=100 have no dashes)" : "");
         else l.override[l.n_overrides++] = arg;
     }
     if (l.world_given && !l.check) die(EXIT_CONFIG, "--world belongs to --check-config; start the ranks with a launcher, such as mpirun");

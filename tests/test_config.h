@@ -109,7 +109,7 @@ static const char *const json_good[] = {
     "[]", "{}", " [ ] ", "[[]   ]", "[1]", "[-0]", "[0]", "[-1]", "[123]", "[1.5]", "[0e1]", "[0E+1]", "[1e-2]", "[123.456e78]", "[-0.0]", "[1E22]", "[1e+2]", "[20e1]", "[-123]", "[123e65]", "[0.000000000000000001]",
     "[true]", "[false]", "[null]", "true", "null", "42", "-0.1", "\"a\"", "\"\"", " \"x\" ", "[\"a\"]", "[1,null,\"x\",{}]", "[1\n]", " [1]", "[2] ", "\t[\r\n]\t", "[\"\\u0060\\u012a\\u12AB\"]", "[\"\\uD801\\udc37\"]",
     "[\"\\ud83d\\ude39\\ud83d\\udc8d\"]", "[\"\\\"\\\\\\/\\b\\f\\n\\r\\t\"]", "[\"\\\\u0000\"]", "[\"\\u0000\"]", "[\"\\\"\"]", "[\"a/*b*/c/*d//e\"]", "[\"\\\\a\"]", "[\"\\\\n\"]", "[\"\\u0012\"]", "[\"\\uFFFF\"]", "[ \"asd\"]", "[\"\\uDBFF\\uDFFF\"]",
-    "[\"new\\u00A0line\"]", "[\"\xf4\x8f\xbf\xbf\"]", "[\"\xef\xbf\xbf\"]", "[\"\\u002c\"]", "[\"\xcf\x80\"]", "[\"\xf0\x9b\xbf\xbf\"]", "[\"asd \"]", "[\"\xe2\x80\xa8\"]", "[\"\xe2\x80\xa9\"]", "[\"\\u200B\"]", "[\"\\u2064\"]", "[\"\x7f\"]", "[\"a\x7f" "a\"]",
+    "[\"new\\u00A0line\"]", "[\"\xf4\x8f\xbf\xbf\"]", "[\"\xef\xbf\xbf\"]", "[\"\\u002c\"]", "[\"\xcf\x80\"]", "[\"\xf0\x9b\xbf\xbf\"]", "[\"asd \"]", "[\"\xe2\x80\xa8\"]", "[\"\xe2\x80\xa9\"]", "[\"\\u200B\"]", "[\"\\u2064\"]", "[\"\x7f\"]", "[\"a\x7f\x61\"]",
     "{\"a\":\"b\"}", "{\"a\":\"b\",\"a\":\"c\"}", "{\"\":0}", "{\"foo\\u0000bar\": 42}", "{\"min\": -1.0e+28, \"max\": 1.0e+28}", "{\"a\":[]}", "{\"title\":\"\\u041f\\u043e\"}", "{\n\"a\": \"b\"\n}", "{\"x\":[{\"id\": \"y\"}], \"z\":\"w\"}", "[[[[[[]]]]]]",
 };
 // ... and what it must refuse.
@@ -1117,7 +1117,7 @@ static void test_hostile(Test *t) {
 typedef struct {
     const char *arguments; // separated by '|'
     const char *environment; // NAME=value, separated by '|'
-    bool returns; // config_load comes back
+    const char *input;       // file that standard input reads
 } LoadCase;
 
 static void load_child(void *arg) {
@@ -1129,7 +1129,7 @@ static void load_child(void *arg) {
     static const char *const unset[] = {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS", "PMI_RANK", "PMIX_RANK", "DEEPSPEED_TIMEOUT"};
     for (size_t i = 0; i < sizeof unset / sizeof *unset; i++) unsetenv(unset[i]);
     for (char *one = strtok_r(strdup(l->environment), "|", &save); one; one = strtok_r(NULL, "|", &save)) putenv(one);
-    if (!freopen("/dev/null", "w", stdout)) _exit(99);
+    if (!freopen("/dev/null", "w", stdout) || !freopen(l->input, "r", stdin)) _exit(99);
     Config *c = config_load(argc, argv);
     fprintf(stderr, "loaded steps=%" PRId64 " timeout=%" PRId64 " local_rank=%" PRId64 " prompt=%s export=%s load=%s/%s\n", c->run.steps, c->zero.timeout, c->local_rank, c->generate ? c->generate_prompt : "-", c->export_dir, c->load_dir, c->load_tag);
 }
@@ -1165,6 +1165,9 @@ static void test_command_line(Test *t) {
         {"--export=x", "", -1, "export=x"},
         {"-c|base64:eyJ0cmFpbl9ncHQiOnsicnVuIjp7InN0ZXBzIjo5fX19", "", -1, "loaded steps=9"},
         {"-c|base64:!!", "", 2, "is no base64"},
+        {"-c|-", "", -1, "loaded steps=5"},
+        {"@/good.json", "", 2, "a configuration file is named with -c"},
+        {"--run.steps=5", "", 2, "have no dashes"},
         {"-c|@/good.json|--check-config", "", 0, ""},
         {"-c|@/good.json|--check-config|--world|8", "", 0, ""},
         {"-c|@/good.json|--check-config|--world|7", "", 2, "good.json:1: train_batch_size = 8: cannot be divided"},
@@ -1206,7 +1209,7 @@ static void test_command_line(Test *t) {
         char arguments[1000] = "", says[600] = "", label[200];
         for (const char *s = row[i].arguments; *s; s++) snprintf(arguments + strlen(arguments), 300, *s == '@' ? "%s" : "%.1s", *s == '@' ? folder : s);
         for (const char *s = row[i].says; *s; s++) snprintf(says + strlen(says), 300, *s == '@' ? "%s" : "%.1s", *s == '@' ? folder : s);
-        LoadCase l = {arguments, row[i].environment, false};
+        LoadCase l = {arguments, row[i].environment, good};
         int code = run_in_child(load_child, &l, text);
         snprintf(label, sizeof label, "%.100s %.60s", row[i].arguments, row[i].environment);
         expect_equal_i64(t, label, code, row[i].code);
@@ -1217,7 +1220,7 @@ static void test_command_line(Test *t) {
         }
     }
     // a rank other than 0 comes to the same verdict in silence
-    LoadCase silent = {"no.such=1", "WORLD_SIZE=2|RANK=1", false};
+    LoadCase silent = {"no.such=1", "WORLD_SIZE=2|RANK=1", good};
     expect_equal_i64(t, "code on rank 1", run_in_child(load_child, &silent, text), 2);
     expect_equal_text(t, "what rank 1 says", text, "");
     unlink(good); unlink(huge); unlink(fifo); unlink(link); unlink(empty);
