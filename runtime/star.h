@@ -16,7 +16,7 @@
 #include <pthread.h>
 #include <sys/socket.h>
 
-enum { CALL_SECONDS = 1800, HOST_BYTES = 64 };
+enum { CALL_SECONDS = 1800, LAST_WORDS_SECONDS = 1, HOST_BYTES = 64 };
 
 static const uint32_t FRAME_MAGIC = 0x46545047u; // "GPTF"
 
@@ -103,17 +103,22 @@ typedef struct {
 
 static int star_rank_of(const Star *s, const Peer *p) { return s->rank == 0 ? (int)(p - s->peer) : 0; }
 
-// Everybody ends because this peer is lost. Transfers that are half sent cannot carry the news.
-__attribute__((noreturn)) static void star_lost(Star *s, const Peer *lost, const char *during, const char *why, const Transfer *t, int n) {
+// Everybody ends because this peer is lost. On rank 0 the news travels behind what is half sent (t[0..n)), which gets
+// LAST_WORDS_SECONDS to be read.
+__attribute__((noreturn)) static void star_lost(Star *s, const Peer *lost, const char *during, const char *why, Transfer *t, int n) {
     int rank = star_rank_of(s, lost);
     if (s->rank == 0) {
         Frame news = {FRAME_MAGIC, FRAME_LOST, s->sequence, rank, 0};
-        for (int r = 1; r < s->world; r++) {
-            bool at_boundary = &s->peer[r] != lost;
-            for (int i = 0; i < n; i++)
-                if (t[i].peer == &s->peer[r] && t[i].sending && t[i].done > 0 && t[i].done < (int64_t)sizeof(Frame) + t[i].frame.bytes) at_boundary = false;
-            if (at_boundary) send(s->peer[r].fd, &news, sizeof news, MSG_NOSIGNAL | MSG_DONTWAIT);
+        double deadline = clock_seconds() + LAST_WORDS_SECONDS;
+        for (int i = 0; i < n; i++) {
+            int64_t head = (int64_t)sizeof(Frame);
+            if (t[i].peer == lost || !t[i].sending || t[i].done == 0) continue;
+            if (t[i].done < head) socket_exactly(t[i].peer->fd, (char *)&t[i].frame + t[i].done, (size_t)(head - t[i].done), true, deadline);
+            int64_t sent = max_i64(t[i].done - head, 0);
+            socket_exactly(t[i].peer->fd, t[i].data + sent, (size_t)(t[i].frame.bytes - sent), true, deadline);
         }
+        for (int r = 1; r < s->world; r++)
+            if (&s->peer[r] != lost) socket_exactly(s->peer[r].fd, &news, sizeof news, true, 0);
         die(EXIT_PEER, "rank %d (host %s, process %d) is lost: %s, during %s", rank, lost->host, lost->pid, why[0] ? why : "it closed its connection", during);
     }
     Frame news; // rank 0's last words may lie behind the end of the connection
