@@ -18,6 +18,7 @@
 #define CONFIG_PATH_MAX 4096
 #define CONFIG_NAME_MAX 128
 #define CONFIG_FILE_MAX (16 << 20) // bytes
+#define CONFIG_OVERRIDE_MAX (1 << 16)
 #define CONFIG_KEY_ROOM 512        // rows that the table may have
 #define CONFIG_VERSION "0.1"
 
@@ -301,13 +302,14 @@ typedef struct {
 PRINTF_LIKE(6, 7) static void config_say(ConfigReader *r, ConfigMessageKind kind, int line, const char *key, const char *value,
                                          const char *format, ...) {
     ConfigReport *report = r->report;
-    char text[1600], shown_key[200], place[32] = "";
+    char text[1600], shown_key[200], shown_value[128], place[32] = "";
     if (kind == CONFIG_NOTICE && r->strict) kind = CONFIG_PROBLEM;
     if (report->of[kind]++ >= CONFIG_MESSAGES_MAX || report->count >= 4 * CONFIG_MESSAGES_MAX) return;
     if (line > 0) snprintf(place, sizeof place, ":%d", line);
     int n = snprintf(text, sizeof text, "%.400s%s: ", line < 0 ? "command line" : r->source, place);
     text_escape(shown_key, sizeof shown_key, key, strlen(key));
-    if (key[0]) n += snprintf(text + n, sizeof text - (size_t)n, "%s%s%.120s: ", shown_key, value[0] ? " = " : "", value);
+    text_escape(shown_value, sizeof shown_value, value, strlen(value)); // safe already; but it is cut between two characters
+    if (key[0]) n += snprintf(text + n, sizeof text - (size_t)n, "%s%s%s: ", shown_key, value[0] ? " = " : "", shown_value);
     va_list args;
     va_start(args, format);
     vsnprintf(text + n, sizeof text - (size_t)n, format, args);
@@ -1012,7 +1014,7 @@ static bool config_override_text(const char *override, char *dst, size_t room, c
     }
     if (path_length == 0) { snprintf(why, why_room, "has no key before the '='; write key.path=value"); return false; }
     if (equals[1] == 0) { snprintf(why, why_room, "has no value after the '='; give one, or null to take back what the file says"); return false; }
-    if (strlen(override) > 8192) { snprintf(why, why_room, "is longer than 8192 bytes; put it into the file"); return false; }
+    if (strlen(override) > CONFIG_OVERRIDE_MAX) { snprintf(why, why_room, "is longer than %d bytes; put it into the file", CONFIG_OVERRIDE_MAX); return false; }
     int depth = 1;
     dst[used++] = '{';
     snprintf(top, sizeof top, "%.*s", (int)min_i64((int64_t)first, 100), override);
@@ -1098,12 +1100,11 @@ static void config_parse(const char *text, int64_t length, const char *name, con
     r.command_line = true;
     r.foreign = false;
     for (int i = 0; i < n_overrides; i++) {
-        char line[8192 * 6 + 1024], shown[200];
-        if (!config_override_text(override[i], line, sizeof line, why, sizeof why)) {
-            config_say(&r, CONFIG_PROBLEM, -1, text_escape(shown, sizeof shown, override[i], strlen(override[i])), "", "%s", why);
-            continue;
-        }
-        config_read_text(&r, line, (int64_t)strlen(line));
+        size_t room = 6 * strlen(override[i]) + 1024; // each byte may become an escape; the rest is for brackets
+        char *line = (char *)host_alloc(room);
+        if (config_override_text(override[i], line, room, why, sizeof why)) config_read_text(&r, line, (int64_t)strlen(line));
+        else config_say(&r, CONFIG_PROBLEM, -1, override[i], "", "%s", why);
+        free(line);
     }
     r.command_line = false;
     config_resolve(&r);
@@ -1142,7 +1143,7 @@ static bool config_in_table(const Config *c, int i) {
 // The effective table: "key = value  # origin". Without the origins, each line is an override that gives the same configuration.
 static void config_print_table(FILE *out, const Config *c) {
     const char *heading = NULL;
-    char value[2 * CONFIG_PATH_MAX], origin[160];
+    char value[6 * CONFIG_PATH_MAX + 16], origin[160]; // a byte of a text may take six as an escape
     for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
         const ConfigKey *k = &config_keys[i];
         if (k->treatment == TREAT_HEADING) heading = k->text;

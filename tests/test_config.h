@@ -559,6 +559,10 @@ static void test_messages(Test *t) {
         {"{" MICRO ", \"zero_optimization\": {\"find_unused_parameters\": true, \"grad_hooks\": true}}", "", 1, "zero_optimization.find_unused_parameters", "", "zero_optimization.grad_hooks", "Its sense is the opposite"},
         {"{" MICRO ", \"train_gpt\": {\"run\": {\"stepz\": 1}, \"modell\": {}}}", "", 1, "train_gpt.run.stepz train_gpt.modell", "", "", "\"train_gpt.run.steps\""},
         {"{" MICRO ", \"comet\": {\"enabled\": true, \"api_key\": \"hunter2\"}}", "", 1, "", "", "comet", "no network service"},
+        {"{" MICRO ", \"wandb\": \"hunter2\"}", "", 1, "", "", "wandb", "wandb: has no effect"},
+        {"{" MICRO ", \"num-layers\": 1, \"hidden-size\": 8, \"launcher\": \"x\", \"steps_per_print\": 0}", "", 1, "num-layers steps_per_print", "", "", "this is a run file of gpt-neox"},
+        {"{" MICRO ", \"num-layers\": 1, \"launcher\": \"x\"}", "", 1, "num-layers launcher", "", "", "is no key"},
+        {"{" MICRO ", \"zero_optimization\": {\"offload_param\": {\"devices\": 1}}}", "", 1, "zero_optimization.offload_param.devices", "", "", "did you mean \"zero_optimization.offload_param.device\"?"},
         {"{" MICRO ", \"a.b\": 1, \"compile.*\": 1, \"?\": 1}", "", 1, "a.b compile.* ?", "", "", NULL},
         {"{" MICRO ", \"backend\": \"gloo\"}", "", 1, "backend", "", "", NULL},
         {"{" MICRO ", \"backend\": \"nccl\"}", "", 1, "", "", "backend", NULL},
@@ -615,6 +619,7 @@ static void test_combinations(Test *t) {
         {"{" MICRO ", \"prescale_gradients\": true, \"gradient_predivide_factor\": 2, \"zero_optimization\": {\"stage\": 2}}", "", 2, "prescale_gradients gradient_predivide_factor", "", NULL, NULL},
         {"{" MICRO ", \"prescale_gradients\": true, \"gradient_predivide_factor\": 2, \"zero_optimization\": {\"stage\": 1}}", "", 2, "", "", "gradient_predivide_factor", "has no effect with prescale_gradients"},
         {"{" MICRO ", \"prescale_gradients\": true, \"zero_optimization\": {\"stage\": 2, \"reduce_scatter\": false}}", "", 2, "", "", "", NULL},
+        {"{" MICRO ", \"gradient_predivide_factor\": 0}", "", 2, "gradient_predivide_factor", "", "", "must be above 0"},
         {ZERO("\"stage\": 3, \"zero_quantized_gradients\": true, \"reduce_scatter\": false"), "", 2, "zero_optimization.zero_quantized_gradients", "", "", NULL},
         {ZERO("\"stage\": 1, \"allgather_bucket_size\": 5"), "", 2, "zero_optimization.allgather_bucket_size", "", "", "is odd; give 4"},
         {ZERO("\"stage\": 3, \"allgather_bucket_size\": 5"), "", 2, "", "", "", NULL},
@@ -679,6 +684,7 @@ static void test_combinations(Test *t) {
         {"{" MICRO ", \"vocabulary_size\": 50304}", "model.preset=gpt2-124M|model.vocab_size=50304", 1, "", "", "", NULL},
         {"{" MICRO ", \"vocabulary_size\": 211}", "model.vocab_size=212", 1, "vocabulary_size", "", "vocabulary_size", "make them equal"},
         {"{" MICRO "}", "run.resume=../x", 1, "train_gpt.run.resume", "", "", "is no tag"},
+        {"{" MICRO "}", "run.resume=.x", 1, "train_gpt.run.resume", "", "", "is no tag"},
         {"{" MICRO "}", "run.resume=-rf", 1, "train_gpt.run.resume", "", "", "is no tag"},
         {"{" MICRO "}", "run.resume=\"\"", 1, "train_gpt.run.resume", "", "", "is no tag"},
         {"{" MICRO "}", "run.resume=a/b|run.steps=-1|run.seed=x", 1, "train_gpt.run.resume train_gpt.run.steps train_gpt.run.seed", "", "", NULL},
@@ -932,7 +938,7 @@ static void test_round_trip(Test *t) {
     count_files(t, round_trip_file);
     static const char *const overrides[] = {
         "", "run.lr_schedule=cosine|run.warmup_steps=3", "scheduler.type=OneCycle|scheduler.params.cycle_min_lr=1e-5|scheduler.params.cycle_max_lr=[1e-3]", "scheduler.type=LRRangeTest|optimizer.type=Lion", "optimizer.type=SGD|optimizer.params.momentum=0.9|optimizer.params.nesterov=true",
-        "model.preset=gpt3-13B|run.seq_len=100|data.train=\"a \\\"b\\\" \\\\ c # d.txt\"", "run.sample_prompt=tab\tand \xc3\xa9", "optimizer.type=Adam|optimizer.params.adam_w_mode=false|optimizer.params.lr=0.1|gradient_clipping=3.3333333333333335", "scheduler.type=WarmupCosineLR|scheduler.params.total_num_steps=9|run.steps=0",
+        "model.preset=gpt3-13B|run.seq_len=100|data.train=\"a \\\"b\\\" \\\\ c # d.txt\"", "run.sample_prompt=tab\tand \xc3\xa9 a\xc2\x85" "b \xe2\x80\xa8", "optimizer.type=Adam|optimizer.params.adam_w_mode=false|optimizer.params.lr=0.1|gradient_clipping=3.3333333333333335", "scheduler.type=WarmupCosineLR|scheduler.params.total_num_steps=9|run.steps=0",
     };
     for (size_t i = 0; i < sizeof overrides / sizeof *overrides; i++) {
         Parsed p = config_of(NULL, overrides[i], 1);
@@ -940,6 +946,15 @@ static void test_round_trip(Test *t) {
         expect_round_trip(t, p.c, 1, overrides[i]);
         parsed_free(&p);
     }
+    char *newlines = (char *)host_alloc(CONFIG_PATH_MAX + 40); // every byte of the value becomes six in the table
+    int used = sprintf(newlines, "run.sample_prompt=\"");
+    for (int i = 0; i < (CONFIG_PATH_MAX - 8) / 2; i++) used += sprintf(newlines + used, "\\n");
+    sprintf(newlines + used, "\"");
+    Parsed p = config_of(NULL, newlines, 1);
+    expect_equal_i64(t, "a text of newlines", (int64_t)strlen(p.c->run.sample_prompt), (CONFIG_PATH_MAX - 8) / 2);
+    expect_round_trip(t, p.c, 1, "a text of newlines");
+    parsed_free(&p);
+    free(newlines);
 }
 
 // Random rows with random values, also contradictory ones: a verdict, always the same, and if it is good, then with a batch that
@@ -1090,6 +1105,17 @@ static void test_hostile(Test *t) {
             parsed_free(&p);
         }
     expect_true(t, access("x", F_OK) != 0, "something was executed");
+    // a long value is cut between two characters, not inside one (found by fuzzing)
+    for (int length = 100; length < 140; length++) {
+        char nested[600] = "{\"optimizer\": {\"type\": \"";
+        for (int i = 0; i < length; i++) strcat(nested, i % 3 == 0 ? "x" : i % 3 == 1 ? "\xc3\xa9" : "\xe2\x82\xac");
+        strcat(nested, "\"}, \"gradient_clipping\": \"");
+        for (int i = 0; i < length / 2; i++) strcat(nested, "\xe2\x82\xac");
+        strcat(nested, "\"}");
+        Parsed p = config_of(nested, "", 1);
+        for (int m = 0; m < p.report.count; m++) expect_true(t, json_utf8_fault(p.report.message[m].text, (int64_t)strlen(p.report.message[m].text)) < 0, "half a character in \"%s\"", p.report.message[m].text);
+        parsed_free(&p);
+    }
     // long values in every text key
     for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
         const ConfigKey *k = &config_keys[i];
