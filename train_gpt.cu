@@ -93,6 +93,8 @@ static void descriptors_ensure(void) {
 static void trainer_weights_get(void *zero, int row, float *values) { zero_ask_read(zero, row, STATE_MASTER, values); }
 static void trainer_weights_put(void *zero, int row, const float *values) { zero_ask_write(zero, row, STATE_MASTER, values); }
 
+static bool trainer_only_reads(const Config *cfg) { return cfg->generate || cfg->export_dir[0]; }
+
 static CheckpointTensors trainer_tensors(Trainer *t) {
     CheckpointTensors c;
     memset(&c, 0, sizeof c);
@@ -104,6 +106,9 @@ static CheckpointTensors trainer_tensors(Trainer *t) {
     c.ctx = &t->zero;
     c.get = zero_ask_read;
     c.put = zero_ask_write;
+    if (!trainer_only_reads(t->cfg)) return c;
+    c.n_kinds = 1; // no optimizer here: whatever trained the model, its weights are enough
+    c.get = NULL;
     return c;
 }
 
@@ -117,8 +122,6 @@ static const char *trainer_load_dir(const Config *cfg, char *room, size_t size) 
     if (cfg->load_dir[0]) return cfg->load_dir;
     return cfg->checkpoint.load_path[0] ? cfg->checkpoint.load_path : trainer_save_dir(cfg, room, size);
 }
-
-static bool trainer_only_reads(const Config *cfg) { return cfg->generate || cfg->export_dir[0]; }
 
 // Completes the model's sizes from the folder that it starts from, and checks what only the whole can tell.
 static void trainer_resolve_model(Config *cfg) {
@@ -524,6 +527,7 @@ static void save(Trainer *t, bool last_chance) {
     metrics_log(&t->metrics, "{\"event\":\"checkpoint\",\"at_step\":%" PRId64 ",\"durable\":%s,\"bytes\":%" PRId64 ",\"seconds\":%.4f}", t->step, r.durable ? "true" : "false", r.bytes, r.seconds);
     if (r.durable) printf("step %6" PRId64 "/%" PRId64 "         | saved %s: %.1f MB in %.2f s\n", t->step, t->cfg->run.steps, r.name, (double)r.bytes / 1e6, r.seconds);
     else if (last_chance) die(EXIT_IO, "the last checkpoint, of step %" PRId64 ", could not be saved: %s; make room and resume from the checkpoint before it", t->step, r.why);
+    else if (t->store->failed_in_a_row >= 3) die(EXIT_IO, "three checkpoints in a row could not be saved, the last one of step %" PRId64 ": %s; make room and resume from the newest one", t->step, r.why);
     else note("the checkpoint of step %" PRId64 " could not be saved: %s; earlier ones are intact, training goes on", t->step, r.why);
     fflush(stdout);
 }
@@ -536,10 +540,13 @@ static bool trainer_load(Trainer *t) {
     if (strcmp(which, "none") == 0) return false;
     TrainingState s;
     double found = 0;
+    const char *dir = trainer_load_dir(cfg, room, sizeof room);
+    if (access(dir, F_OK) != 0 && (cfg->load_dir[0] || cfg->checkpoint.load_path[0]))
+        die(EXIT_CHECKPOINT, "%s = %s: %s; name a folder with checkpoints", cfg->load_dir[0] ? "--load_dir" : "checkpoint.load_path", dir, strerror(errno));
     if (t->grid.rank > 0) zero_serve(&t->zero);
     else {
         CheckpointTensors tensors = trainer_tensors(t);
-        found = checkpoint_load(trainer_load_dir(cfg, room, sizeof room), which, &s, &tensors, name, sizeof name);
+        found = checkpoint_load(dir, which, &s, &tensors, name, sizeof name);
         zero_ask(ASK_DONE, 0, 0);
     }
     comm_host_broadcast(&found, sizeof found, 0);

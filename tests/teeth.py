@@ -49,6 +49,16 @@ BUGS = [
      "a resumed run begins its schedule afresh"),
     ("train_gpt.cu", "t->samples = s.data_samples;", "t->samples = 0;", "resume",
      "a resumed run reads its data from the start"),
+    ("checkpoint_format.cu", "values + r->global_offset", "values", "checkpoint",
+     "every run of a tensor is read to its start"),
+    ("checkpoint.cu", "max_i64(floor, ceiling)", "ceiling", "checkpoint",
+     "retention removes protected checkpoints"),
+    ("kernels/cpu/attention.cpp", "j < visible", "j <= visible", "kernels",
+     "attention sees one token of the future"),
+    ("kernels/cpu/embedding.cpp", "n == 0 && accumulate_wte", "n == 0", "kernels",
+     "tokens that do not occur keep their old gradient"),
+    ("kernels/cpu/optimizer.cpp", "sqrtf(v[i] / a.bias_correction2) + a.eps", "sqrtf(v[i] / a.bias_correction2 + a.eps)", "kernels",
+     "epsilon is added inside the root"),
 ]
 
 
