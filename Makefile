@@ -58,10 +58,32 @@ LANG_FLAGS := -std=gnu++17 -fopenmp -pthread -fno-exceptions -fno-rtti -fno-thre
 SAN := $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
 COMPILE = $(CXX) $(LANG_FLAGS) $(OPT) $(WARN) $(HARDEN) $(SAN) $(CUDA_HOST_FLAGS) $(CXXFLAGS)
 LINK = $(CXX) -fopenmp -pthread $(SAN) -pie -Wl,-z,relro,-z,now,-z,noexecstack -Wl,--as-needed $(CUDA_LINK_FLAGS) $(LDFLAGS)
-LIBS = $(CUDA_LIBS) -lm $(LDLIBS)
+LIBS = $(OPENMP_LIB) $(COMM_LIBS) $(CUDA_LIBS) -lm $(LDLIBS)
+
+# OpenMP's library goes in statically: only then does it see the shorter spin that device_cpu.cpp sets (a waiting thread of
+# another process' core costs a small model most of its speed).
+ifeq ($(SANITIZE)$(findstring clang,$(CXX)),)
+  OPENMP_LIB := $(wildcard $(shell $(CXX) -print-file-name=libgomp.a 2>/dev/null))
+endif
+
+# Ranks: MPI carries those of the CPU backend, NCCL those of the CUDA backend; without it, one rank. COMM=self asks for that.
+MPICC ?= $(shell command -v mpicc 2>/dev/null)
+ifeq ($(origin COMM), undefined)
+  ifeq ($(BACKEND),cpu)
+    COMM := $(if $(MPICC),mpi,self)
+  else
+    COMM := $(if $(wildcard /usr/include/nccl.h $(dir $(NVCC))../include/nccl.h),nccl,self)
+  endif
+endif
+ifeq ($(COMM),mpi)
+  COMM_FLAGS := -DOMPI_SKIP_MPICXX=1 $(patsubst -I%,-isystem %,$(shell $(MPICC) --showme:compile))
+  COMM_LIBS := $(shell $(MPICC) --showme:link)
+else ifeq ($(COMM),nccl)
+  COMM_LIBS := -lnccl
+endif
 
 CPU_OBJS := $(patsubst kernels/cpu/%.cpp,$(BUILD)/kernels_cpu_%.o,$(sort $(wildcard kernels/cpu/*.cpp)))
-OBJS := $(CPU_OBJS) $(BUILD)/device_$(BACKEND).o $(BUILD)/comm_self.o
+OBJS := $(CPU_OBJS) $(BUILD)/device_$(BACKEND).o $(BUILD)/comm_$(COMM).o
 ifeq ($(BACKEND),cuda)
   CUDA_HOME ?= $(abspath $(dir $(realpath $(NVCC)))/..)
   # a toolkit that the distribution put below /usr is on the compiler's paths already, and must not come first there
@@ -90,7 +112,7 @@ binaries: $(BUILD)/train_gpt $(BUILD)/test_gpt
 $(BUILD):
 	@command -v $(firstword $(CXX)) >/dev/null || { echo "error: no $(firstword $(CXX)) here; run this, then make again:  sudo apt-get install -y g++   (or: make install-deps)" >&2; exit 1; }
 	@mkdir -p $@
-	@echo "found: compiler $(CXX) $$($(CXX) -dumpfullversion 2>/dev/null), $(if $(NVCC),nvcc $(NVCC),no nvcc), $(GPU_FOUND); building for $(BACKEND) in $@"
+	@echo "found: compiler $(CXX) $$($(CXX) -dumpfullversion 2>/dev/null), $(if $(NVCC),nvcc $(NVCC),no nvcc), $(GPU_FOUND); building for $(BACKEND), ranks by $(COMM), in $@"
 
 # These files change only when their text does, so that other flags or other files rebuild what they concern.
 $(BUILD)/compile.flags: FORCE | $(BUILD)
@@ -103,6 +125,7 @@ $(BUILD)/link.flags: FORCE | $(BUILD)
 DEPFLAGS = -MMD -MP
 $(BUILD)/%.o: %.cu $(BUILD)/compile.flags
 	$(COMPILE) $(DEPFLAGS) -x c++ -c $< -o $@
+$(BUILD)/comm_$(COMM).o: COMPILE += $(COMM_FLAGS)
 $(BUILD)/%.o: runtime/%.cpp $(BUILD)/compile.flags
 	$(COMPILE) $(DEPFLAGS) -c $< -o $@
 $(BUILD)/kernels_cpu_%.o: kernels/cpu/%.cpp $(BUILD)/compile.flags
