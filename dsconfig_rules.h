@@ -256,14 +256,14 @@ static void config_resolve_precision(ConfigReader *r) {
     c->precision_is_auto = fp16_auto && bf16_auto;
     c->dtype = c->bf16.enabled ? DTYPE_BF16 : c->fp16.enabled ? DTYPE_FP16 : DTYPE_FP32;
     if (fp16_auto || bf16_auto) config_say(r, CONFIG_INFO, 0, "", "", "precision \"auto\": %s", dtype_name(c->dtype));
-    const struct { const char *key; DType value; } copies[] = {
-        {"data_types.param_dtype", c->compat.param_dtype},
-        {"data_types.buffer_dtype", c->compat.buffer_dtype},
-        {"tensor_parallel.dtype", c->compat.tensor_parallel_dtype},
+    const struct { const char *key; DType *value; } copies[] = {
+        {"data_types.param_dtype", &c->compat.param_dtype},
+        {"data_types.buffer_dtype", &c->compat.buffer_dtype},
+        {"tensor_parallel.dtype", &c->compat.tensor_parallel_dtype},
     };
     for (size_t i = 0; i < sizeof copies / sizeof *copies; i++) {
-        if (!config_given(c, copies[i].key)) continue;
-        if (copies[i].value == c->dtype) config_say_key(r, CONFIG_NOTICE, copies[i].key, "has no effect: fp16 and bf16 say the same");
+        if (!config_given(c, copies[i].key)) *copies[i].value = c->dtype;
+        else if (*copies[i].value == c->dtype) config_say_key(r, CONFIG_NOTICE, copies[i].key, "has no effect: fp16 and bf16 say the same");
         else config_say_key(r, CONFIG_PROBLEM, copies[i].key, "fp16 and bf16 say %s; remove the key, or make them agree", dtype_name(c->dtype));
     }
     if (c->fp16.min_loss_scale == 0 && config_given(c, "fp16.min_loss_scale"))

@@ -812,6 +812,7 @@ static void test_values(Test *t) {
         {"{\"tensor_parallel\": {\"tensor_parallel\": {\"tp_size\": 1}}}", "", "tensor_model_parallel_size", "1", ORIGIN_FILE},
         {"{\"steps_per_print\": 1e5}", "", "steps_per_print", "100000", ORIGIN_FILE},
         {"{\"bfloat16\": {\"enabled\": true}}", "", "bf16.enabled", "true", ORIGIN_FILE},
+        {"{\"fp16\": {\"enabled\": true}, \"tensor_parallel\": {\"dtype\": \"auto\"}}", "", "tensor_parallel.dtype", "fp16", ORIGIN_AUTO}, // found by fuzzing
         {"{}", "model.preset=GPT3-6.7b", "train_gpt.model.n_embd", "4096", ORIGIN_PRESET},
         {"{}", "model.preset=gpt3-6.7B", "train_gpt.model.n_positions", "2048", ORIGIN_PRESET},
         {"{}", "model.preset=gpt2-1558M", "train_gpt.model.n_head", "25", ORIGIN_PRESET},
