@@ -29,11 +29,6 @@
 #ifndef COMM_COUNT_MAX
 #define COMM_COUNT_MAX INT_MAX
 #endif
-#ifdef DEBUG
-enum { HIDE_RESULTS = 1 };
-#else
-enum { HIDE_RESULTS = 0 };
-#endif
 // All-reduces of up to this many bytes, over all ranks, gather everything everywhere: one exchange instead of two.
 enum { SMALL_ALL_REDUCE_BYTES = 256 << 10, CHANNELS_MAX = 64 };
 
@@ -359,7 +354,7 @@ static void collective_check_hidden(const Collective *c) {
 static void collective_finish(DeviceWork *w) {
     Collective *c = (Collective *)w;
     collective_wait(c);
-    if (HIDE_RESULTS) collective_check_hidden(c);
+    if (DEVICE_STRICT) collective_check_hidden(c);
     if (c->adds) add_pieces(c->target, c->received, c->group.size, c->n, c->element, c->op);
     else if (c->target_bytes > 0 && c->received != c->target) memcpy(c->target, c->received, (size_t)c->target_bytes);
     channels[c->group.channel].pending--;
@@ -410,9 +405,9 @@ static void collective_enqueue(Collective *c, Stream s) {
     c->work.range[1].bytes = c->target_bytes;
     c->work.range[1].written = true;
     c->work.finish = collective_finish;
-    device_cpu_order(s, c->work.range, 2);
+    device_cpu_order(kind_name(c->kind), s, c->work.range, 2);
     if (c->two_halves) memcpy(c->sent, c->source, (size_t)c->source_bytes);
-    if (HIDE_RESULTS) collective_hide(c);
+    if (DEVICE_STRICT) collective_hide(c);
     collective_start(c);
     device_cpu_enqueue(s, &c->work);
 }
@@ -420,6 +415,7 @@ static void collective_enqueue(Collective *c, Stream s) {
 // ---------------------------------------------------------------------------------------------------------------
 // The collectives of comm.h
 
+// A shard lies in its own place of the whole, or apart.
 static void check_part(const char *name, Group g, const void *full, const void *part, int64_t bytes) {
     const char *f = (const char *)full, *p = (const char *)part;
     CHECK(p == f + g.rank * bytes || p + bytes <= f || p >= f + g.size * bytes, "%s: the shard lies across the whole, %" PRId64 " bytes from its place", name,
@@ -435,8 +431,8 @@ void comm_all_gather(Group g, void *full, const void *shard, int64_t n, DType t,
         return;
     }
     Collective *c = collective_new(KIND_ALL_GATHER, g, (Element)t, n);
-    collective_give(c, shard, bytes);
-    collective_take(c, full, g.size * bytes);
+    collective_give(c, device_cpu_address(shard), bytes);
+    collective_take(c, device_cpu_address(full), g.size * bytes);
     collective_enqueue(c, s);
 }
 
@@ -450,8 +446,8 @@ void comm_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, S
     }
     Collective *c = collective_new(KIND_REDUCE_SCATTER, g, (Element)t, n);
     c->adds = true;
-    collective_give(c, full, g.size * bytes);
-    collective_take(c, shard, bytes);
+    collective_give(c, device_cpu_address(full), g.size * bytes);
+    collective_take(c, device_cpu_address(shard), bytes);
     c->received = own_memory(c, g.size * bytes);
     collective_enqueue(c, s);
 }
@@ -464,8 +460,8 @@ static void all_reduce(Group g, void *x, int64_t n, Element e, CommOp op, Stream
     c->op = op;
     c->adds = true;
     c->two_halves = large;
-    collective_give(c, x, bytes);
-    collective_take(c, x, bytes);
+    collective_give(c, device_cpu_address(x), bytes);
+    collective_take(c, device_cpu_address(x), bytes);
     if (large) c->sent = own_memory(c, g.size * c->bytes); // equal pieces: the last ones end in zeros
     c->received = own_memory(c, g.size * c->bytes);
     collective_enqueue(c, s);
@@ -480,8 +476,8 @@ void comm_broadcast(Group g, void *x, int64_t bytes, int root, Stream s) {
     Collective *c = collective_new(KIND_BROADCAST, g, ELEMENT_FP32, 0);
     c->bytes = bytes;
     c->root = root;
-    if (g.rank == root) collective_give(c, x, bytes);
-    else collective_take(c, x, bytes);
+    if (g.rank == root) collective_give(c, device_cpu_address(x), bytes);
+    else collective_take(c, device_cpu_address(x), bytes);
     collective_enqueue(c, s);
 }
 

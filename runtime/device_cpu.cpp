@@ -4,6 +4,7 @@
 // Memory is limited as on a GPU: device_malloc refuses what this machine, or the container that we run in, does not have,
 // with a message instead of a visit of the kernel's out-of-memory killer.
 #include "device_cpu.h"
+#include "device_races.h"
 #include <malloc.h>
 #include <omp.h>
 #include <sys/resource.h>
@@ -145,6 +146,162 @@ __attribute__((constructor(101))) static void wait_patiently(void) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
+// Order: kernels, copies and fills are done when their call returns; other work waits in its stream's queue, oldest first,
+// until something that is ordered behind it calls for it. Tickets number all queued work, so that an event needs to keep
+// no more than the last ticket before it, and stays valid when its stream goes.
+
+// The host's end of a copy, in DEBUG: until the host has waited, what it gets is not there, and what it gives must stay.
+typedef struct HostCopy {
+    char *host, *bytes_kept; // bytes_kept: what the host gets, or what it gave
+    int64_t bytes;
+    bool to_host;
+    uint64_t ticket;
+    struct HostCopy *next;
+} HostCopy;
+
+typedef struct CpuStream {
+    DeviceWork *first, *last;
+    HostCopy *first_copy, *last_copy;
+    int number;       // below RACE_STREAMS_MAX, unique among the streams that live
+    RaceClock clock;
+    struct CpuStream *next; // all streams
+} CpuStream;
+
+typedef struct {
+    CpuStream *stream; // on which it was recorded; null before that
+    uint64_t ticket;   // it covers the stream's work up to this one
+    double seconds;    // when that was done, as far as the host has noticed; 0: not yet
+    RaceClock clock;   // what comes before it
+} CpuEvent;
+
+static CpuStream *streams;
+static uint64_t last_ticket;
+static RaceClock ended_streams; // a number that is used again goes on counting
+
+static void finish_work(CpuStream *s, uint64_t until) {
+    while (s->first && s->first->ticket <= until) {
+        DeviceWork *w = s->first;
+        s->first = w->next;
+        w->finish(w);
+    }
+}
+
+// The host has waited for s up to a ticket.
+static void finish_copies(CpuStream *s, uint64_t until) {
+    while (s->first_copy && s->first_copy->ticket <= until) {
+        HostCopy *c = s->first_copy;
+        s->first_copy = c->next;
+        if (c->to_host) memcpy(c->host, c->bytes_kept, (size_t)c->bytes);
+        else CHECK(memcmp(c->host, c->bytes_kept, (size_t)c->bytes) == 0, "%" PRId64 " bytes of host memory were written before the copy from them was waited for", c->bytes);
+        free(c->bytes_kept);
+        free(c);
+    }
+}
+
+static bool ranges_conflict(DeviceRange a, DeviceRange b) {
+    const char *a_at = (const char *)a.at, *b_at = (const char *)b.at;
+    return (a.written || b.written) && a.bytes > 0 && b.bytes > 0 && a_at < b_at + b.bytes && b_at < a_at + a.bytes;
+}
+
+void device_cpu_order(const char *name, Stream s, const DeviceRange *range, int n) {
+    CpuStream *stream = (CpuStream *)s;
+    uint64_t until = 0;
+    for (int i = 0; i < n; i++) {
+        if (DEVICE_STRICT) race_touch(&stream->clock, stream->number, name, range[i].at, range[i].bytes, range[i].written);
+        for (const DeviceWork *w = stream->first; w; w = w->next)
+            if (w->ticket > until && (ranges_conflict(range[i], w->range[0]) || ranges_conflict(range[i], w->range[1]))) until = w->ticket;
+    }
+    finish_work(stream, until);
+}
+
+void device_cpu_enqueue(Stream s, DeviceWork *w) {
+    CpuStream *stream = (CpuStream *)s;
+    w->ticket = ++last_ticket;
+    w->next = NULL;
+    if (stream->first) stream->last->next = w;
+    else stream->first = w;
+    stream->last = w;
+}
+
+void *device_cpu_touch(const char *name, Stream s, const void *at, int64_t bytes, bool written) {
+    CpuStream *stream = (CpuStream *)s;
+    void *p = device_cpu_address(at);
+    if (stream && DEVICE_STRICT && device_cpu_is_device(at)) race_touch(&stream->clock, stream->number, name, p, bytes, written);
+    if (stream) finish_work(stream, UINT64_MAX);
+    return p;
+}
+
+Stream stream_create(void) {
+    CpuStream *s = (CpuStream *)host_alloc(sizeof *s);
+    for (CpuStream *other = streams; other;) {
+        if (other->number == s->number) { s->number++; other = streams; }
+        else other = other->next;
+    }
+    CHECK(s->number < RACE_STREAMS_MAX, "more than %d streams", RACE_STREAMS_MAX);
+    s->clock.at[s->number] = ended_streams.at[s->number];
+    s->next = streams;
+    streams = s;
+    return s;
+}
+
+void stream_destroy(Stream s) {
+    if (!s) return;
+    CpuStream *stream = (CpuStream *)s, **link = &streams;
+    stream_sync(s);
+    race_join(&ended_streams, &stream->clock);
+    while (*link != stream) link = &(*link)->next;
+    *link = stream->next;
+    free(s);
+}
+
+void stream_sync(Stream s) {
+    CpuStream *stream = (CpuStream *)s;
+    if (!s) return;
+    finish_work(stream, UINT64_MAX);
+    finish_copies(stream, UINT64_MAX);
+    race_join(&race_host, &stream->clock);
+}
+
+static void event_finish(CpuEvent *event) {
+    CpuStream *s = streams;
+    while (s && s != event->stream) s = s->next; // a stream that is gone was waited for before it went
+    if (s) {
+        finish_work(s, event->ticket);
+        finish_copies(s, event->ticket);
+    }
+    if (event->stream && event->seconds == 0) event->seconds = clock_seconds();
+}
+
+// The host waits where a GPU's stream would, since the work that follows on s is the host's own.
+void stream_wait_event(Stream s, Event e) {
+    event_finish((CpuEvent *)e);
+    if (s) race_join(&((CpuStream *)s)->clock, &((CpuEvent *)e)->clock);
+}
+
+void event_sync(Event e) {
+    event_finish((CpuEvent *)e);
+    race_join(&race_host, &((CpuEvent *)e)->clock);
+}
+
+Event event_create(void) { return host_alloc(sizeof(CpuEvent)); }
+void event_destroy(Event e) { free(e); }
+
+void event_record(Event e, Stream s) {
+    CpuEvent *event = (CpuEvent *)e;
+    CpuStream *stream = (CpuStream *)s;
+    event->stream = stream;
+    event->ticket = last_ticket;
+    event->seconds = stream && stream->first ? 0 : clock_seconds();
+    if (stream) event->clock = stream->clock;
+}
+
+double event_elapsed_ms(Event from, Event to) {
+    event_sync(from);
+    event_sync(to);
+    return 1e3 * (((const CpuEvent *)to)->seconds - ((const CpuEvent *)from)->seconds);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
 // Memory
 
 void *device_malloc(int64_t bytes) {
@@ -162,14 +319,17 @@ void *device_malloc(int64_t bytes) {
 #ifdef DEBUG
     memset(p + DEVICE_ALIGNMENT, 0xff, (size_t)bytes); // NaN in every element type: reading what nobody wrote shows
 #endif
-    return p + DEVICE_ALIGNMENT;
+    return (void *)((uintptr_t)(p + DEVICE_ALIGNMENT) | DEVICE_MARK);
 }
 
 void device_free(void *p) {
     if (!p) return;
-    char *block = (char *)p - DEVICE_ALIGNMENT;
+    CHECK(device_cpu_is_device(p), "device_free of host memory at %p", p);
+    char *block = (char *)device_cpu_address(p) - DEVICE_ALIGNMENT;
     int64_t bytes;
     memcpy(&bytes, block, sizeof bytes);
+    for (CpuStream *s = streams; s; s = s->next) finish_work(s, UINT64_MAX); // as on a GPU: nothing may be in flight to this memory
+    if (DEVICE_STRICT) race_forget(block + DEVICE_ALIGNMENT, bytes);
     __atomic_fetch_sub(&device_cpu_allocated, bytes, __ATOMIC_RELAXED);
     free(block);
 }
@@ -184,122 +344,48 @@ int64_t device_free_bytes(void) {
     return available;
 }
 
-// ---------------------------------------------------------------------------------------------------------------
-// Order: kernels, copies and fills are done when their call returns; other work waits in its stream's queue, oldest first,
-// until something that is ordered behind it calls for it. Tickets number all queued work, so that an event needs to keep
-// no more than the last ticket before it, and stays valid when its stream goes.
-
-typedef struct CpuStream {
-    DeviceWork *first, *last;
-    struct CpuStream *next; // all streams
-} CpuStream;
-
-typedef struct {
-    CpuStream *stream; // on which it was recorded; null before that
-    uint64_t ticket;   // it covers the stream's work up to this one
-    double seconds;    // when that was done, as far as the host has noticed; 0: not yet
-} CpuEvent;
-
-static CpuStream *streams;
-static uint64_t last_ticket;
-
-static void finish_until(CpuStream *s, uint64_t ticket) {
-    while (s->first && s->first->ticket <= ticket) {
-        DeviceWork *w = s->first;
-        s->first = w->next;
-        w->finish(w);
-    }
-}
-
-static bool ranges_conflict(DeviceRange a, DeviceRange b) {
-    const char *a_at = (const char *)a.at, *b_at = (const char *)b.at;
-    return (a.written || b.written) && a.bytes > 0 && b.bytes > 0 && a_at < b_at + b.bytes && b_at < a_at + a.bytes;
-}
-
-void device_cpu_order(Stream s, const DeviceRange *range, int n) {
+// Copies on one stream may hand host memory on to each other without the host: what one brought, or was given, the next may
+// read or overwrite.
+static void host_copies_order(CpuStream *s, const void *host, int64_t bytes, bool written) {
     uint64_t until = 0;
-    for (const DeviceWork *w = ((CpuStream *)s)->first; w; w = w->next)
-        for (int i = 0; i < n; i++)
-            if (ranges_conflict(range[i], w->range[0]) || ranges_conflict(range[i], w->range[1])) until = w->ticket;
-    finish_until((CpuStream *)s, until);
+    const DeviceRange range = {host, bytes, written};
+    for (const HostCopy *c = s->first_copy; c; c = c->next) {
+        const DeviceRange earlier = {c->host, c->bytes, c->to_host};
+        if (ranges_conflict(range, earlier)) until = c->ticket;
+    }
+    finish_copies(s, until);
 }
 
-void device_cpu_enqueue(Stream s, DeviceWork *w) {
-    CpuStream *stream = (CpuStream *)s;
-    w->ticket = ++last_ticket;
-    w->next = NULL;
-    if (stream->first) stream->last->next = w;
-    else stream->first = w;
-    stream->last = w;
-}
-
-void device_cpu_settle(Stream s) {
-    if (s) finish_until((CpuStream *)s, UINT64_MAX);
-}
-
-void *device_cpu_touch(Stream s, const void *at, int64_t bytes, bool written) {
-    (void)bytes;
-    (void)written;
-    device_cpu_settle(s);
-    return (void *)at;
-}
-
-Stream stream_create(void) {
-    CpuStream *s = (CpuStream *)host_alloc(sizeof *s);
-    s->next = streams;
-    streams = s;
-    return s;
-}
-
-void stream_destroy(Stream s) {
-    if (!s) return;
-    device_cpu_settle(s);
-    CpuStream **link = &streams;
-    while (*link != (CpuStream *)s) link = &(*link)->next;
-    *link = (*link)->next;
-    free(s);
-}
-
-void stream_sync(Stream s) { device_cpu_settle(s); }
-
-// The host waits where a GPU's stream would, since the work that follows on s is the host's own.
-void stream_wait_event(Stream s, Event e) {
-    (void)s;
-    event_sync(e);
-}
-
-Event event_create(void) { return host_alloc(sizeof(CpuEvent)); }
-void event_destroy(Event e) { free(e); }
-
-void event_record(Event e, Stream s) {
-    CpuEvent *event = (CpuEvent *)e;
-    CpuStream *stream = (CpuStream *)s;
-    event->stream = stream;
-    event->ticket = last_ticket;
-    event->seconds = stream && stream->first ? 0 : clock_seconds();
-}
-
-void event_sync(Event e) {
-    CpuEvent *event = (CpuEvent *)e;
-    CpuStream *s = streams;
-    while (s && s != event->stream) s = s->next; // a stream that is gone was settled before it went
-    if (s) finish_until(s, event->ticket);
-    if (event->stream && event->seconds == 0) event->seconds = clock_seconds();
-}
-
-double event_elapsed_ms(Event from, Event to) {
-    event_sync(from);
-    event_sync(to);
-    return 1e3 * (((const CpuEvent *)to)->seconds - ((const CpuEvent *)from)->seconds);
+static void host_copy_keep(CpuStream *s, void *host, int64_t bytes, bool to_host) {
+    HostCopy *c = (HostCopy *)host_alloc(sizeof *c);
+    c->host = (char *)host;
+    c->bytes_kept = (char *)host_alloc((size_t)bytes);
+    memcpy(c->bytes_kept, host, (size_t)bytes);
+    c->bytes = bytes;
+    c->to_host = to_host;
+    c->ticket = ++last_ticket;
+    if (s->first_copy) s->last_copy->next = c;
+    else s->first_copy = c;
+    s->last_copy = c;
+    if (to_host) memset(host, 0xff, (size_t)bytes);
 }
 
 void device_copy(void *dst, const void *src, int64_t bytes, CopyKind kind, Stream s) {
-    (void)kind;
-    device_cpu_settle(s);
-    if (bytes > 0) memcpy(dst, src, (size_t)bytes);
+    CpuStream *stream = (CpuStream *)s;
+    if (bytes <= 0) return;
+    CHECK((kind == COPY_TO_HOST ? device_cpu_is_host(dst) : device_cpu_is_device(dst)) && (kind == COPY_TO_DEVICE ? device_cpu_is_host(src) : device_cpu_is_device(src)),
+          "device_copy: copy kind %d, but the target is at %p and the source at %p", (int)kind, dst, src);
+    void *to = device_cpu_touch("device_copy", s, dst, bytes, true);
+    const void *from = device_cpu_touch("device_copy", s, src, bytes, false);
+    const bool strict = DEVICE_STRICT && stream && kind != COPY_ON_DEVICE, to_host = kind == COPY_TO_HOST;
+    void *host = to_host ? to : (void *)from;
+    if (strict) host_copies_order(stream, host, bytes, to_host);
+    memcpy(to, from, (size_t)bytes);
+    if (strict) host_copy_keep(stream, host, bytes, to_host);
 }
 
 void device_memset(void *p, int byte, int64_t bytes, Stream s) {
-    device_cpu_settle(s);
-    if (bytes > 0) memset(p, byte, (size_t)bytes);
+    if (bytes <= 0) return;
+    CHECK(device_cpu_is_device(p), "device_memset of host memory at %p", p);
+    memset(device_cpu_touch("device_memset", s, p, bytes, true), byte, (size_t)bytes);
 }

@@ -6,7 +6,13 @@
 #pragma once
 #include "../kernels/kernels.h"
 #include "../runtime/comm.h"
-#include "harness.h"
+#include "dies.h"
+#if defined(DEBUG) && !KERNELS_ON_GPU
+#include "../runtime/device_cpu.h"
+#define COMM_STRICT 1
+#else
+#define COMM_STRICT 0
+#endif
 
 static CommWorld test_world = {0, 1, 0, 1}; // set by main
 
@@ -505,45 +511,124 @@ static void test_batch(Test *t) {
     comm_group_free(&g);
 }
 
-// In DEBUG the CPU backend delivers as late as the rules allow: who does not wait reads NaN.
+// ---------------------------------------------------------------------------------------------------------------
+// What the CPU backend does in DEBUG to those who forget to wait (runtime/device_cpu.h)
+
+#if COMM_STRICT
+// Results are delivered as late as the rules allow: memory reads as NaN until then.
 static void test_forgotten_wait(Test *t) {
-#if defined(DEBUG) && !KERNELS_ON_GPU
     if (test_world.world == 1) { test_skip(t, "one rank waits for nobody"); return; }
     const int64_t sizes[] = {1, 1021, 100003};
     Group g = comm_world_group();
-    Stream s = stream_create(), other = stream_create();
+    Stream s = stream_create();
     for (int k = 0; k < 3; k++)
         for (int kind = 0; kind < 4; kind++) {
-            const int64_t n = sizes[k], at = g.rank * n;
-            float *got = (float *)comm_host_values(n * g.size, DTYPE_FP32), one = 1;
-            CommBuffer full = comm_buffer(n * g.size * 4, s), shard = comm_buffer(n * 4, s);
-            for (int64_t i = 0; i < n * g.size; i++) got[i] = one;
-            comm_buffer_write(full, 0, got, n * g.size * 4, s);
-            comm_buffer_write(shard, 0, got, n * 4, s);
+            const int64_t n = sizes[k], whole = n * g.size, mine = g.rank * n;
+            float *ones = (float *)comm_host_values(whole, DTYPE_FP32);
+            CommBuffer full = comm_buffer(whole * 4, s), shard = comm_buffer(n * 4, s);
+            for (int64_t i = 0; i < whole; i++) ones[i] = 1;
+            comm_buffer_write(full, 0, ones, whole * 4, s);
+            comm_buffer_write(shard, 0, ones, n * 4, s);
             if (kind == 0) comm_all_gather(g, full.at, shard.at, n, DTYPE_FP32, s);
-            else if (kind == 1) comm_reduce_scatter(g, full.at + at * 4, full.at, n, DTYPE_FP32, s);
-            else if (kind == 2) comm_all_reduce(g, full.at, n * g.size, DTYPE_FP32, s);
-            else comm_broadcast(g, full.at, n * g.size * 4, 0, s);
-            device_copy(got, full.at, n * g.size * 4, COPY_TO_HOST, other); // ordered behind nothing
-            stream_sync(other);
+            else if (kind == 1) comm_reduce_scatter(g, full.at + mine * 4, full.at, n, DTYPE_FP32, s);
+            else if (kind == 2) comm_all_reduce(g, full.at, whole, DTYPE_FP32, s);
+            else comm_broadcast(g, full.at, whole * 4, 0, s);
+            const float *seen = (const float *)device_cpu_address(full.at);
             const bool given = kind == 3 && g.rank == 0; // a broadcast changes nothing where it starts
-            for (int64_t i = 0; i < n * g.size; i++) expect_true(t, given ? got[i] == 1 : isnan(got[i]), "kind %d, element %" PRId64 " of %" PRId64 " reads %g before the wait", kind, i, n, (double)got[i]);
+            for (int64_t i = 0; i < whole; i++)
+                expect_true(t, given ? seen[i] == 1 : isnan(seen[i]), "kind %d, element %" PRId64 " of %" PRId64 " reads %g before the wait", kind, i, n, (double)seen[i]);
             stream_sync(s);
-            device_copy(got, full.at, n * g.size * 4, COPY_TO_HOST, other);
-            stream_sync(other);
             const float want = kind == 1 || kind == 2 ? (float)g.size : 1;
-            for (int64_t i = kind == 1 ? at : 0; i < (kind == 1 ? at + n : n * g.size); i++) expect_true(t, got[i] == want, "kind %d, element %" PRId64 " reads %g after the wait, expected %g", kind, i, (double)got[i], (double)want);
+            for (int64_t i = kind == 1 ? mine : 0; i < (kind == 1 ? mine + n : whole); i++)
+                expect_true(t, seen[i] == want, "kind %d, element %" PRId64 " reads %g after the wait, expected %g", kind, i, (double)seen[i], (double)want);
             comm_buffer_expect(t, "", full, NULL, s);
             comm_buffer_expect(t, "", shard, NULL, s);
-            free(got);
+            free(ones);
         }
     stream_destroy(s);
-    stream_destroy(other);
     comm_group_free(&g);
-#else
-    test_skip(t, "only the CPU backend with DEBUG=1 hides results");
-#endif
 }
+
+enum { STRICT_ELEMENTS = 1000 };
+
+typedef struct {
+    Stream a, b, c;
+    Event e;
+    Tensor w, x, y, z; // x is written on stream a by an all_gather from y, which is in flight: a child may not wait for it
+    float *host;    // (STRICT_ELEMENTS)
+} Strict;
+
+static void strict_copy_reads(void *p) { Strict *s = (Strict *)p; device_copy(s->host, s->x.data, 4, COPY_TO_HOST, s->b); }
+static void strict_kernel_reads(void *p) { Strict *s = (Strict *)p; convert(s->z, s->x, s->b); }
+static void strict_kernel_writes(void *p) { Strict *s = (Strict *)p; fill(s->x, 1, s->b); }
+static void strict_source_written(void *p) { Strict *s = (Strict *)p; fill(s->y, 1, s->b); }
+static void strict_early_event(void *p) { Strict *s = (Strict *)p; stream_wait_event(s->b, s->e); convert(s->z, s->x, s->b); }
+static void strict_late_argument(void *p) { // a collective must not start before the kernels that make its argument
+    Strict *s = (Strict *)p;
+    fill(s->z, 1, s->b);
+    Group one = {1, 0, -1};
+    comm_all_gather(one, s->w.data, s->z.data, 1, DTYPE_FP32, s->c);
+}
+static void strict_host_reads(void *p) { *((Strict *)p)->host = *(const float *)((Strict *)p)->z.data; }
+static void strict_host_memory(void *p) { Strict *s = (Strict *)p; device_copy(s->host, s->host + 1, 4, COPY_ON_DEVICE, s->b); }
+static void strict_host_writes_early(void *p) {
+    Strict *s = (Strict *)p;
+    device_copy(s->z.data, s->host, 4, COPY_TO_DEVICE, s->b);
+    s->host[0] += 1;
+    stream_sync(s->b);
+}
+
+static void test_missing_waits(Test *t) {
+    Group g = comm_world_group();
+    Strict s = {stream_create(), stream_create(), stream_create(), event_create(), tensor_none(), tensor_none(), tensor_none(), tensor_none(), (float *)host_alloc(STRICT_ELEMENTS * 4)};
+    const int64_t n = STRICT_ELEMENTS;
+    s.w = tensor1(device_malloc(n * 4), DTYPE_FP32, n);
+    s.x = tensor1(device_malloc(n * g.size * 4), DTYPE_FP32, n);
+    s.y = tensor1(device_malloc(n * 4), DTYPE_FP32, n);
+    s.z = tensor1(device_malloc(n * 4), DTYPE_FP32, n);
+    fill(s.y, 2, s.a);
+    event_record(s.e, s.a);
+    comm_all_gather(g, s.x.data, s.y.data, n, DTYPE_FP32, s.a);
+    expect_dies(t, EXIT_INTERNAL, "missing wait: device_copy reads memory", strict_copy_reads, &s);
+    expect_dies(t, EXIT_INTERNAL, "missing wait: convert reads memory", strict_kernel_reads, &s);
+    expect_dies(t, EXIT_INTERNAL, "missing wait: fill writes memory", strict_kernel_writes, &s);
+    expect_dies(t, EXIT_INTERNAL, "missing wait: fill writes memory", strict_source_written, &s);
+    expect_dies(t, EXIT_INTERNAL, "missing wait: convert reads memory", strict_early_event, &s);
+    expect_dies(t, EXIT_INTERNAL, "that fill writes on another stream", strict_late_argument, &s);
+    expect_dies(t, EXIT_INTERNAL, "copy kind 2", strict_host_memory, &s);
+    expect_dies(t, EXIT_INTERNAL, "host memory were written before the copy", strict_host_writes_early, &s);
+    char text[DIES_TEXT_BYTES];
+    const int code = run_in_child(strict_host_reads, &s, text);
+    expect_true(t, code > 0 && code != 123, "the host read device memory and went on (%d)", code);
+
+    // With the waits it is right: an event, an event handed on through a third stream, the host.
+    event_record(s.e, s.a);
+    stream_wait_event(s.c, s.e);
+    event_record(s.e, s.c);
+    stream_wait_event(s.b, s.e);
+    convert(s.z, s.x, s.b);
+    device_copy(s.host, s.z.data, n * 4, COPY_TO_HOST, s.b);
+    expect_true(t, isnan(s.host[0]), "the host sees %g before it waits", (double)s.host[0]);
+    event_record(s.e, s.b);
+    event_sync(s.e);
+    for (int64_t i = 0; i < n; i++) expect_true(t, s.host[i] == 2, "element %" PRId64 " is %g", i, (double)s.host[i]);
+    stream_sync(s.b);
+    fill(s.x, 3, s.c);
+    stream_destroy(s.c);
+    stream_destroy(s.a);
+    stream_destroy(s.b);
+    event_destroy(s.e);
+    device_free(s.w.data);
+    device_free(s.x.data);
+    device_free(s.y.data);
+    device_free(s.z.data);
+    free(s.host);
+    comm_group_free(&g);
+}
+#else
+static void test_forgotten_wait(Test *t) { test_skip(t, "only the CPU backend with DEBUG=1 hides results"); }
+static void test_missing_waits(Test *t) { test_skip(t, "only the CPU backend with DEBUG=1 looks for missing waits"); }
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------
 // Between hosts
@@ -589,6 +674,7 @@ static const TestRow comm_tests[] = {
     {"opposite_orders", test_opposite_orders},
     {"batch", test_batch},
     {"forgotten_wait", test_forgotten_wait},
+    {"missing_waits", test_missing_waits},
     {"host", test_host},
     {NULL, NULL},
 };

@@ -71,8 +71,8 @@ static void forward_head(Tensor out, Tensor lse, Tensor qkv, int64_t NH, int64_t
 }
 
 void attention_forward(Tensor out, Tensor lse, Tensor qkv, int NH, Stream stream) {
-    kernel_writes(stream, out, lse);
-    kernel_reads(stream, qkv);
+    KERNEL_WRITES(stream, out, lse);
+    KERNEL_READS(stream, qkv);
     const int64_t B = qkv.shape[0], T = qkv.shape[1], C = tensor_columns(out);
     CHECK(qkv.ndim == 3 && NH > 0 && C % NH == 0, "attention_forward: C %" PRId64 ", NH %d", C, NH);
     check_act("attention_forward", "out", out, B * T, C, qkv.dtype);
@@ -186,8 +186,8 @@ static void backward_head(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tens
 }
 
 void attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, int NH, Stream stream) {
-    kernel_writes(stream, dqkv);
-    kernel_reads(stream, dout, qkv, out, lse);
+    KERNEL_WRITES(stream, dqkv);
+    KERNEL_READS(stream, dout, qkv, out, lse);
     const int64_t B = qkv.shape[0], T = qkv.shape[1], C = tensor_columns(out);
     CHECK(qkv.ndim == 3 && NH > 0 && C % NH == 0, "attention_backward: C %" PRId64 ", NH %d", C, NH);
     check_act("attention_backward", "dqkv", dqkv, B * T, 3 * C, qkv.dtype);

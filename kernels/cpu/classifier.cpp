@@ -4,8 +4,8 @@
 namespace cpu {
 
 void classifier_forward_backward(Tensor logits, Tensor losses, const int32_t *targets, int64_t V, float dloss, bool write_dlogits, Stream stream) {
-    kernel_writes(stream, logits, losses);
-    kernel_reads(stream, targets);
+    KERNEL_WRITES(stream, logits, losses);
+    KERNEL_READS(stream, targets);
     const int64_t Vp = tensor_columns(logits), N = tensor_rows(logits);
     CHECK(logits.data && V > 0 && V <= Vp, "classifier_forward_backward: V %" PRId64 ", padded %" PRId64, V, Vp);
     check_f32("classifier_forward_backward", "losses", losses, 1, N);

@@ -6,8 +6,8 @@ namespace cpu {
 #define CONVERT_BLOCK 4096 // elements
 
 void convert(Tensor dst, Tensor src, Stream stream) {
-    kernel_writes(stream, dst);
-    kernel_reads(stream, src);
+    KERNEL_WRITES(stream, dst);
+    KERNEL_READS(stream, src);
     const int64_t n = tensor_numel(src);
     CHECK(tensor_numel(dst) == n, "convert: %" PRId64 " elements from %" PRId64, tensor_numel(dst), n);
 #pragma omp parallel for if (n > PARALLEL_MIN)
@@ -19,8 +19,8 @@ void convert(Tensor dst, Tensor src, Stream stream) {
 }
 
 void add_inplace(Tensor y, Tensor x, Stream stream) {
-    kernel_writes(stream, y);
-    kernel_reads(stream, x);
+    KERNEL_WRITES(stream, y);
+    KERNEL_READS(stream, x);
     const int64_t n = tensor_numel(x);
     CHECK(tensor_numel(y) == n && y.dtype == DTYPE_FP32 && x.dtype == DTYPE_FP32, "add_inplace: %" PRId64 " elements to %" PRId64 ", or not fp32", n, tensor_numel(y));
     float *to = (float *)y.data;
@@ -30,7 +30,7 @@ void add_inplace(Tensor y, Tensor x, Stream stream) {
 }
 
 void fill(Tensor t, float value, Stream stream) {
-    kernel_writes(stream, t);
+    KERNEL_WRITES(stream, t);
     const int64_t n = tensor_numel(t);
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += CONVERT_BLOCK) {

@@ -5,8 +5,8 @@
 namespace cpu {
 
 void embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, Stream stream) {
-    kernel_writes(stream, out);
-    kernel_reads(stream, tokens, wte, wpe);
+    KERNEL_WRITES(stream, out);
+    KERNEL_READS(stream, tokens, wte, wpe);
     const int64_t C = tensor_columns(out), N = tensor_rows(out), T = out.shape[1], V = tensor_rows(wte);
     CHECK(out.ndim == 3 && tensor_rows(wpe) >= T, "embedding_forward: out has %d dimensions, T %" PRId64 ", wpe %" PRId64 " rows", out.ndim, T, tensor_rows(wpe));
     check_act("embedding_forward", "wte", wte, V, C, out.dtype);
@@ -39,8 +39,8 @@ static void finish_row(float *__restrict dst, const double *__restrict sum, int6
 }
 
 void embedding_backward(Tensor dwte, Tensor dwpe, const int32_t *tokens, Tensor dout, bool accumulate_wte, bool accumulate_wpe, Stream stream) {
-    kernel_writes(stream, dwte, dwpe);
-    kernel_reads(stream, tokens, dout);
+    KERNEL_WRITES(stream, dwte, dwpe);
+    KERNEL_READS(stream, tokens, dout);
     const int64_t C = tensor_columns(dout), N = tensor_rows(dout), T = dout.shape[1], B = N / T, V = tensor_rows(dwte), P = tensor_rows(dwpe);
     CHECK(dout.ndim == 3 && P >= T && N < INT32_MAX, "embedding_backward: dout has %d dimensions, T %" PRId64 ", dwpe %" PRId64 " rows", dout.ndim, T, P);
     check_f32("embedding_backward", "dwte", dwte, V, C);

@@ -6,8 +6,8 @@ namespace cpu {
 #define GELU_BLOCK 1024 // elements: a block's scratch stays in the L1 cache
 
 void gelu_forward(Tensor out, Tensor x, Stream stream) {
-    kernel_writes(stream, out);
-    kernel_reads(stream, x);
+    KERNEL_WRITES(stream, out);
+    KERNEL_READS(stream, x);
     const int64_t n = tensor_numel(x);
     check_act("gelu_forward", "out", out, tensor_rows(x), tensor_columns(x), x.dtype);
 #pragma omp parallel for if (n > PARALLEL_MIN)
@@ -23,8 +23,8 @@ void gelu_forward(Tensor out, Tensor x, Stream stream) {
 }
 
 void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream stream) {
-    kernel_writes(stream, dx);
-    kernel_reads(stream, dout, x);
+    KERNEL_WRITES(stream, dx);
+    KERNEL_READS(stream, dout, x);
     const int64_t n = tensor_numel(x);
     check_act("gelu_backward", "dout", dout, tensor_rows(x), tensor_columns(x), x.dtype);
     check_act("gelu_backward", "dx", dx, tensor_rows(x), tensor_columns(x), x.dtype);

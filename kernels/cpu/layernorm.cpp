@@ -53,14 +53,14 @@ static void layernorm_rows(const char *kernel, Tensor residual, Tensor out, Tens
 }
 
 void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor w, Tensor b, float eps, Stream stream) {
-    kernel_writes(stream, out, mean, rstd);
-    kernel_reads(stream, x, w, b);
+    KERNEL_WRITES(stream, out, mean, rstd);
+    KERNEL_READS(stream, x, w, b);
     layernorm_rows("layernorm_forward", tensor_none(), out, mean, rstd, x, tensor_none(), w, b, eps);
 }
 
 void residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor delta, Tensor w, Tensor b, float eps, Stream stream) {
-    kernel_writes(stream, residual, out, mean, rstd);
-    kernel_reads(stream, x, delta, w, b);
+    KERNEL_WRITES(stream, residual, out, mean, rstd);
+    KERNEL_READS(stream, x, delta, w, b);
     layernorm_rows("residual_layernorm_forward", residual, out, mean, rstd, x, delta, w, b, eps);
 }
 
@@ -85,8 +85,8 @@ static void backward_row(float *dx, double *__restrict dw, double *__restrict db
 }
 
 void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd, Tensor dresidual, bool accumulate, Stream stream) {
-    kernel_writes(stream, dx, dw, db);
-    kernel_reads(stream, dout, x, w, mean, rstd, dresidual);
+    KERNEL_WRITES(stream, dx, dw, db);
+    KERNEL_READS(stream, dout, x, w, mean, rstd, dresidual);
     const int64_t C = tensor_columns(dout), N = tensor_rows(dout);
     const char *kernel = "layernorm_backward";
     check_act(kernel, "dx", dx, N, C, dout.dtype);

@@ -176,8 +176,8 @@ static Factor over_columns(Tensor t) { return {t, tensor_columns(t), 1, tensor_r
 static Factor over_rows(Tensor t) { return {t, 1, tensor_columns(t), tensor_columns(t)}; }
 
 void linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residual, Tensor pre_gelu, Stream stream) {
-    kernel_writes(stream, out, pre_gelu);
-    kernel_reads(stream, inp, w, bias, residual);
+    KERNEL_WRITES(stream, out, pre_gelu);
+    KERNEL_READS(stream, inp, w, bias, residual);
     const int64_t N = tensor_rows(inp), C = tensor_columns(inp), OC = tensor_columns(out);
     const char *kernel = "linear_forward";
     check_act(kernel, "out", out, N, OC, inp.dtype);
@@ -192,8 +192,8 @@ void linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residu
 }
 
 void linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, Stream stream) {
-    kernel_writes(stream, dinp);
-    kernel_reads(stream, dout, w, pre_gelu);
+    KERNEL_WRITES(stream, dinp);
+    KERNEL_READS(stream, dout, w, pre_gelu);
     const int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(dinp);
     const char *kernel = "linear_backward_input";
     check_act(kernel, "dinp", dinp, N, C, dout.dtype);
@@ -205,8 +205,8 @@ void linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, 
 }
 
 void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream) {
-    kernel_writes(stream, dw, dbias);
-    kernel_reads(stream, dout, inp);
+    KERNEL_WRITES(stream, dw, dbias);
+    KERNEL_READS(stream, dout, inp);
     const int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(inp);
     const char *kernel = "linear_backward_weight";
     check_f32(kernel, "dw", dw, OC, C);

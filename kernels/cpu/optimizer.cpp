@@ -28,8 +28,8 @@ static void adamw_block(float *__restrict w, const float *__restrict grad, float
 }
 
 void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, Stream stream) {
-    kernel_writes(stream, param, master, m, v);
-    kernel_reads(stream, grad);
+    KERNEL_WRITES(stream, param, master, m, v);
+    KERNEL_READS(stream, grad);
     const int64_t n = check_update("adamw_update", param, master, grad, m, v);
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
@@ -50,8 +50,8 @@ static void lion_block(float *__restrict w, const float *__restrict grad, float 
 }
 
 void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, Stream stream) {
-    kernel_writes(stream, param, master, m);
-    kernel_reads(stream, grad);
+    KERNEL_WRITES(stream, param, master, m);
+    KERNEL_READS(stream, grad);
     const int64_t n = check_update("lion_update", param, master, grad, m, tensor_none());
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
@@ -79,8 +79,8 @@ static void sgd_block_plain(float *__restrict w, const float *__restrict grad, i
 }
 
 void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, Stream stream) {
-    kernel_writes(stream, param, master, momentum_buffer);
-    kernel_reads(stream, grad);
+    KERNEL_WRITES(stream, param, master, momentum_buffer);
+    KERNEL_READS(stream, grad);
     const int64_t n = check_update("sgd_update", param, master, grad, momentum_buffer, tensor_none());
     CHECK((args.momentum != 0) == (momentum_buffer.data != NULL), "sgd_update: momentum %g, buffer %p", (double)args.momentum, momentum_buffer.data);
 #pragma omp parallel for if (n > PARALLEL_MIN)

@@ -33,21 +33,21 @@ static void sum_blocks(double *out, Tensor x, bool accumulate, double (*block)(c
 }
 
 void sum_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
-    kernel_writes(stream, out);
-    kernel_reads(stream, x);
+    KERNEL_WRITES(stream, out);
+    KERNEL_READS(stream, x);
     sum_blocks(out, x, accumulate, block_sum);
 }
 
 void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
-    kernel_writes(stream, out);
-    kernel_reads(stream, x);
+    KERNEL_WRITES(stream, out);
+    KERNEL_READS(stream, x);
     sum_blocks(out, x, accumulate, block_sum_squares);
 }
 
 // Each block of columns has one owner, who walks all rows.
 void bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream) {
-    kernel_writes(stream, dbias);
-    kernel_reads(stream, dout);
+    KERNEL_WRITES(stream, dbias);
+    KERNEL_READS(stream, dout);
     enum { COLUMNS = 64 };
     const int64_t OC = tensor_columns(dout), N = tensor_rows(dout);
     check_f32("bias_backward", "dbias", dbias, 1, OC);

@@ -25,15 +25,22 @@
 // Every kernel begins by naming what it writes and what it reads. That is its place on the stream: work that is pending there
 // is finished first, and in DEBUG the arguments become addresses that can be used and are checked for missing waits. In a
 // CUDA build these kernels are the oracle and compute on the host's own memory, in the order of the calls.
+#define KERNEL_WRITES(stream, ...) kernel_arguments(__func__, stream, true, __VA_ARGS__)
+#define KERNEL_READS(stream, ...) kernel_arguments(__func__, stream, false, __VA_ARGS__)
+
+static inline void *kernel_address(const char *kernel, Stream s, bool written, void *at, int64_t bytes) {
 #ifdef USE_CUDA
-static inline void *kernel_argument(Stream, void *at, int64_t, bool) { return at; }
+    (void)kernel, (void)s, (void)written, (void)bytes;
+    return at;
 #else
-static inline void *kernel_argument(Stream s, void *at, int64_t bytes, bool written) { return device_cpu_touch(s, at, bytes, written); }
+    return device_cpu_touch(kernel, s, at, bytes, written);
 #endif
-static inline void kernel_touches(Stream s, bool written, Tensor &t) { t.data = kernel_argument(s, t.data, tensor_bytes(t), written); }
-template <class T> static inline void kernel_touches(Stream s, bool written, T *&p) { p = (T *)kernel_argument(s, (void *)p, sizeof(T), written); }
-template <class... Arguments> static inline void kernel_writes(Stream s, Arguments &...argument) { (kernel_touches(s, true, argument), ...); }
-template <class... Arguments> static inline void kernel_reads(Stream s, Arguments &...argument) { (kernel_touches(s, false, argument), ...); }
+}
+static inline void kernel_argument(const char *kernel, Stream s, bool written, Tensor &t) { t.data = kernel_address(kernel, s, written, t.data, tensor_bytes(t)); }
+template <class T> static inline void kernel_argument(const char *kernel, Stream s, bool written, T *&p) { p = (T *)kernel_address(kernel, s, written, (void *)p, sizeof(T)); }
+template <class... Arguments> static inline void kernel_arguments(const char *kernel, Stream s, bool written, Arguments &...argument) {
+    (kernel_argument(kernel, s, written, argument), ...);
+}
 
 // n floats, 64-byte aligned, contents undefined; freed with free().
 static inline float *scratch_floats(int64_t n) {
