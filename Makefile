@@ -162,7 +162,7 @@ fuzz:
 	@scripts/fuzz.sh $(FUZZ_SECONDS)
 
 install-deps:
-	@scripts/setup.sh g++ python3 clang readelf strace unshare
+	@scripts/setup.sh g++ python3 clang readelf strace unshare locales
 
 clean:
 	rm -rf build train_gpt test_gpt

@@ -9,7 +9,10 @@ set -euo pipefail
 works() {
     case $1 in
         g++) printf '#include <omp.h>\n#include <stdio.h>\n' | g++ -fopenmp -x c++ -fsyntax-only - 2>/dev/null ;;
-        clang) printf '#include <stdio.h>\nint main(void) { return 0; }\n' | clang -x c++ -fsyntax-only - 2>/dev/null ;;
+        clang) # with libFuzzer and the sanitizers, which are packages of their own on some releases
+            printf 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char *data, unsigned long n) { return n > 9 && data[0] == 1; }\n' |
+                clang++ -fsanitize=fuzzer,address -x c++ -o /dev/null - 2>/dev/null ;;
+        locales) [ -e /usr/share/i18n/locales/tr_TR ] ;;
         python3) python3 -c 'import argparse, json, unittest, urllib.request' 2>/dev/null ;;
         readelf) command -v readelf >/dev/null && command -v nm >/dev/null ;;
         *) command -v "$1" >/dev/null ;;
@@ -19,6 +22,7 @@ works() {
 package_of() {
     case $1 in
         readelf) echo binutils ;;
+        clang) echo clang libclang-rt-dev ;;
         ps) echo procps ;;
         unshare | setpriv) echo util-linux ;;
         *) echo "$1" ;;
@@ -30,7 +34,8 @@ missing=()
 for tool in "$@"; do
     if ! works "$tool"; then
         missing+=("$tool")
-        packages+=("$(package_of "$tool")")
+        read -ra more < <(package_of "$tool")
+        packages+=("${more[@]}")
     fi
 done
 [ ${#missing[@]} -eq 0 ] && exit 0
@@ -56,7 +61,9 @@ trap 'rm -f -- "$log"' EXIT
 # The lists of packages on a fresh machine are empty or old: only then is it worth the time to fetch them.
 if ! apt install -y --no-install-recommends "${packages[@]}" >"$log" 2>&1 </dev/null; then
     apt update >>"$log" 2>&1 </dev/null || true
-    if ! apt install -y --no-install-recommends "${packages[@]}" >>"$log" 2>&1 </dev/null; then
+    # Some releases have the sanitizers in another package, which clang itself needs: there this one is unknown.
+    if ! apt install -y --no-install-recommends "${packages[@]}" >>"$log" 2>&1 </dev/null &&
+        ! apt install -y --no-install-recommends "${packages[@]/#libclang-rt-dev/clang}" >>"$log" 2>&1 </dev/null; then
         tail -n 5 "$log" >&2
         refuse "apt could not install ${packages[*]} (its last lines are above); install them by hand, then run make again"
     fi
