@@ -1370,15 +1370,8 @@ static char *config_read_source(const CommandLine *l, const char **name, int64_t
     return text;
 }
 
-static void config_apply_environment(Config *config, ConfigReport *report, const CommandLine *l) {
-    ConfigReader r = {};
+static void config_apply_environment(Config *config) {
     char shown[100];
-    r.report = report;
-    r.source = "environment";
-    if (l->world > 1 && !l->world_given) {
-        snprintf(shown, sizeof shown, "%" PRId64, l->world);
-        config_say(&r, CONFIG_UNBUILT, 0, l->world_source, shown, "not built yet (this build runs one rank); start one process");
-    }
     const char *timeout = getenv("DEEPSPEED_TIMEOUT");
     int64_t minutes;
     if (!timeout || config_given(config, "zero_optimization.timeout")) return;
@@ -1431,7 +1424,7 @@ static Config *config_load(int argc, char **argv) {
     }
     config->generate = l.generate;
     config->local_rank = l.local_rank;
-    config_apply_environment(config, &report, &l);
+    config_apply_environment(config);
     config_tell(&report, !l.generate && !l.export_dir[0]);
     config_report_free(&report);
     if (l.check || config->dump_state) config_print_table(stdout, config);

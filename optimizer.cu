@@ -275,17 +275,17 @@ static void optimizer_judge(Optimizer *o, Zero *z, double loss, double norm, int
     snprintf(where, sizeof where, "loss %g, gradient norm %g%s%s", loss, norm, tensor ? ", first in " : "", tensor ? tensor : "");
     if (cfg->fp16.enabled) {
         if (!loss_scaler_update(&o->scaler, true))
-            die(EXIT_NUMERICS, "step %" PRId64 ": overflow at the floor of the loss scale (fp16.min_loss_scale = %g): %s; no checkpoint was written from this state; lower the learning rate, or use bf16", step, cfg->fp16.min_loss_scale, where);
+            die_alike(EXIT_NUMERICS, "step %" PRId64 ": overflow at the floor of the loss scale (fp16.min_loss_scale = %g): %s; no checkpoint was written from this state; lower the learning rate, or use bf16", step, cfg->fp16.min_loss_scale, where);
         if (!o->scaler.dynamic && o->consecutive_skipped >= 100)
-            die(EXIT_NUMERICS, "step %" PRId64 ": 100 overflows in a row with the static fp16.loss_scale = %g: %s; lower fp16.loss_scale, or set it to 0 (dynamic)", step, cfg->fp16.loss_scale, where);
+            die_alike(EXIT_NUMERICS, "step %" PRId64 ": 100 overflows in a row with the static fp16.loss_scale = %g: %s; lower fp16.loss_scale, or set it to 0 (dynamic)", step, cfg->fp16.loss_scale, where);
         return;
     }
     if (!isfinite(loss))
-        die(EXIT_NUMERICS, "step %" PRId64 ": the loss is not finite: %s; no checkpoint was written from this state; lower the learning rate, or look at the data of this step", step, where);
+        die_alike(EXIT_NUMERICS, "step %" PRId64 ": the loss is not finite: %s; no checkpoint was written from this state; lower the learning rate, or look at the data of this step", step, where);
     if (!cfg->bf16.enabled || !cfg->bf16.check_grad_overflow)
-        die(EXIT_NUMERICS, "step %" PRId64 ": the gradient is not finite: %s; no checkpoint was written from this state; lower the learning rate%s", step, where, cfg->bf16.enabled ? ", or let bf16.check_grad_overflow skip such updates" : "");
+        die_alike(EXIT_NUMERICS, "step %" PRId64 ": the gradient is not finite: %s; no checkpoint was written from this state; lower the learning rate%s", step, where, cfg->bf16.enabled ? ", or let bf16.check_grad_overflow skip such updates" : "");
     if (o->consecutive_skipped >= 100)
-        die(EXIT_NUMERICS, "step %" PRId64 ": 100 updates in a row had a gradient that is not finite: %s; lower the learning rate", step, where);
+        die_alike(EXIT_NUMERICS, "step %" PRId64 ": 100 updates in a row had a gradient that is not finite: %s; lower the learning rate", step, where);
 }
 
 // Applies the gradients in zero's shards. n_tokens: tokens of the global batch, whose losses the ranks' o->sums[SUM_LOSS] hold.

@@ -129,25 +129,25 @@ static void trainer_resolve_model(Config *cfg) {
     bool tied = m->tie_word_embeddings;
     if (m->init_from[0]) hf_config_read(m->init_from, m);
     if (tied != m->tie_word_embeddings && config_given(cfg, "train_gpt.model.tie_word_embeddings"))
-        die(EXIT_CONFIG, "train_gpt.model.tie_word_embeddings = %s: the model in model.init_from has a head that is %s; remove the key", tied ? "true" : "false", tied ? "not tied" : "tied");
+        die_alike(EXIT_CONFIG, "train_gpt.model.tie_word_embeddings = %s: the model in model.init_from has a head that is %s; remove the key", tied ? "true" : "false", tied ? "not tied" : "tied");
     if (m->n_inner == 0) m->n_inner = 4 * m->n_embd;
     if (cfg->run.seq_len == 0) cfg->run.seq_len = m->n_positions;
     if (cfg->run.seq_len > m->n_positions)
-        die(EXIT_CONFIG, "train_gpt.run.seq_len = %" PRId64 ": the model has %" PRId64 " positions; lower seq_len or raise model.n_positions", cfg->run.seq_len, m->n_positions);
+        die_alike(EXIT_CONFIG, "train_gpt.run.seq_len = %" PRId64 ": the model has %" PRId64 " positions; lower seq_len or raise model.n_positions", cfg->run.seq_len, m->n_positions);
     if (m->n_embd % m->n_head != 0)
-        die(EXIT_CONFIG, "train_gpt.model.n_embd = %" PRId64 ": not divisible by n_head = %" PRId64 "; change one of them", m->n_embd, m->n_head);
+        die_alike(EXIT_CONFIG, "train_gpt.model.n_embd = %" PRId64 ": not divisible by n_head = %" PRId64 "; change one of them", m->n_embd, m->n_head);
     int64_t HS = m->n_embd / m->n_head;
     if (KERNELS_ON_GPU && (HS % 8 != 0 || HS > 128))
-        die(EXIT_CONFIG, "train_gpt.model.n_embd / n_head = %" PRId64 ": the GPU's attention takes head sizes that are multiples of 8 up to 128; change n_head", HS);
+        die_alike(EXIT_CONFIG, "train_gpt.model.n_embd / n_head = %" PRId64 ": the GPU's attention takes head sizes that are multiples of 8 up to 128; change n_head", HS);
     if (cfg->batch.vocabulary_size && cfg->batch.vocabulary_size != m->vocab_size)
-        die(EXIT_CONFIG, "vocabulary_size = %" PRId64 ": the model's vocabulary has %" PRId64 " tokens; remove the key or make them equal", cfg->batch.vocabulary_size, m->vocab_size);
+        die_alike(EXIT_CONFIG, "vocabulary_size = %" PRId64 ": the model's vocabulary has %" PRId64 " tokens; remove the key or make them equal", cfg->batch.vocabulary_size, m->vocab_size);
 }
 
 static void trainer_open_data(Trainer *t) {
     const Config *cfg = t->cfg;
     const DataConfig *d = &cfg->data;
     int64_t V = cfg->model.vocab_size, T = cfg->run.seq_len;
-    if (!d->train[0]) die(EXIT_CONFIG, "train_gpt.data.train: no training data given; say data.train=FILE (a text file, or a glob of .bin token shards)");
+    if (!d->train[0]) die_alike(EXIT_CONFIG, "train_gpt.data.train: no training data given; say data.train=FILE (a text file, or a glob of .bin token shards)");
     dataloader_open(&t->train, d->train, V, T, cfg->batch.train_batch_size, d->shuffle, cfg->batch.dataloader_drop_last, (uint64_t)cfg->run.seed, "train_gpt.data.train");
     t->has_train = true;
     if (!d->val[0]) return;
@@ -253,7 +253,8 @@ static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     trainer_open_data(t);
     if (t->grid.rank > 0) return; // rank 0 keeps the log and the checkpoints
     make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
-    metrics_init(&t->metrics, cfg->run.output_dir, cfg->run.steps, cfg->steps_per_print, model_flops_per_token(&t->model, cfg->run.seq_len), t->model.dtype);
+    metrics_init(&t->metrics, cfg->run.output_dir, cfg->run.steps, cfg->steps_per_print, t->grid.world,
+                 model_flops_per_token(&t->model, cfg->run.seq_len), t->model.dtype);
     char room[CONFIG_PATH_MAX + 16];
     t->store = checkpoint_open(trainer_save_dir(cfg, room, sizeof room), false);
 }
@@ -449,7 +450,7 @@ static int32_t sample_token(const void *logits, DType dtype, int64_t V, double a
 static int64_t prompt_encode(const Trainer *t, const char *prompt, int32_t *tokens) {
     int64_t n = tokenizer_encode(&t->tokenizer, prompt, (int64_t)strlen(prompt), tokens);
     if (n < 0)
-        die(EXIT_CONFIG, "the prompt cannot be written in this model's vocabulary of %" PRId64 " tokens, from byte %" PRId64 " on; give the tokens' strings with train_gpt.data.tokenizer=FILE, or leave the prompt empty",
+        die_alike(EXIT_CONFIG, "the prompt cannot be written in this model's vocabulary of %" PRId64 " tokens, from byte %" PRId64 " on; give the tokens' strings with train_gpt.data.tokenizer=FILE, or leave the prompt empty",
             t->model.V, -1 - n);
     return n;
 }
@@ -542,7 +543,7 @@ static bool trainer_load(Trainer *t) {
     double found = 0;
     const char *dir = trainer_load_dir(cfg, room, sizeof room);
     if (access(dir, F_OK) != 0 && (cfg->load_dir[0] || cfg->checkpoint.load_path[0]))
-        die(EXIT_CHECKPOINT, "%s = %s: %s; name a folder with checkpoints", cfg->load_dir[0] ? "--load_dir" : "checkpoint.load_path", dir, strerror(errno));
+        die_alike(EXIT_CHECKPOINT, "%s = %s: %s; name a folder with checkpoints", cfg->load_dir[0] ? "--load_dir" : "checkpoint.load_path", dir, strerror(errno));
     if (t->grid.rank > 0) zero_serve(&t->zero);
     else {
         CheckpointTensors tensors = trainer_tensors(t);
@@ -553,7 +554,7 @@ static bool trainer_load(Trainer *t) {
     if (found == 0) return false;
     comm_host_broadcast(&s, sizeof s, 0);
     if (t->has_train && s.data_fingerprint != t->train.fingerprint)
-        die(EXIT_DATA, "train_gpt.data.train: the files are not those that checkpoint %s was trained on; resume with the same files, or --export the model and start a new run with model.init_from", name);
+        die_alike(EXIT_DATA, "train_gpt.data.train: the files are not those that checkpoint %s was trained on; resume with the same files, or --export the model and start a new run with model.init_from", name);
     t->step = s.step;
     t->tokens = s.tokens;
     t->samples = s.data_samples;
@@ -577,7 +578,7 @@ static void run_reader(Trainer *t) {
     const Config *cfg = t->cfg;
     if (!trainer_load(t)) {
         if (!cfg->model.init_from[0])
-            die(EXIT_CHECKPOINT, "%s: there is no checkpoint in this run's folder and no train_gpt.model.init_from; train first, or name a model", cfg->generate ? "--generate" : "--export");
+            die_alike(EXIT_CHECKPOINT, "%s: there is no checkpoint in this run's folder and no train_gpt.model.init_from; train first, or name a model", cfg->generate ? "--generate" : "--export");
         trainer_init_weights(t);
     }
     if (cfg->export_dir[0] && t->grid.rank > 0) zero_serve(&t->zero);
@@ -642,7 +643,10 @@ int main(int argc, char **argv) {
     descriptors_ensure();
     signals_install();
     CommWorld world = comm_start();
+    message_rank = world.rank;
     Config *cfg = config_load(argc, argv); // JSON to structs, or the list of what is wrong and exit 2
+    if (cfg->world != world.world)
+        die_alike(EXIT_CONFIG, "the launcher started %" PRId64 " ranks, but this binary was built without MPI or NCCL and runs one; install them (make install-deps), build again, or start one process", cfg->world);
     Trainer t;
     trainer_init(&t, cfg, world);          // tables, shards, slots, program, in that order
     if (world.rank == 0) trainer_print_start(&t);

@@ -123,7 +123,7 @@ typedef struct {
     // Units whose gradient is written and whose reduction has not started: a bucket
     int *bucket;
     int n_bucket;
-    int64_t bucket_numel;
+    int64_t bucket_numel, bucket_limit;
     float *staging;        // (whole of the largest unit) for tensors on their way in or out; made when first needed
     float *reduce_scratch; // (reduce_scratch_numel) where later micro-batches are reduced to before they are added
     int64_t reduce_scratch_numel;
@@ -176,15 +176,17 @@ static void zero_init_unit(Zero *z, int u) {
 // Shared buffers: as many whole blocks as the options allow, at least two, so that one can be filled while the other is read.
 static void zero_init_pools(Zero *z) {
     const ParamTable *table = &z->model->table;
-    int64_t block = 0, largest = 0, bucket_limit = min_i64(z->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL);
+    int64_t block = 0, largest = 0, all = 0;
     int n_blocks = 0;
     for (int u = 0; u < table->n_units; u++) {
+        all += z->unit[u].whole;
         largest = max_i64(largest, z->unit[u].whole);
         if (table->unit[u].kind != UNIT_BLOCK) continue;
         n_blocks++;
         block = max_i64(block, z->unit[u].whole);
     }
     z->bucket = (int *)host_alloc(sizeof(int) * (size_t)table->n_units);
+    z->bucket_limit = min_i64(min_i64(z->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL), all);
     if (zero_shards_params(z) && !z->unit[1].dedicated) {
         z->n_param_pool = (int)min_i64(n_blocks, max_i64(2, z->opt.max_live_parameters / block));
         z->param_pool = (ParamBuffer *)host_alloc(sizeof(ParamBuffer) * (size_t)z->n_param_pool);
@@ -195,7 +197,7 @@ static void zero_init_pools(Zero *z) {
     }
     if (!z->with_gradients || !zero_shards_grads(z)) return;
     // A bucket of blocks that waits, and one more to write meanwhile.
-    z->n_grad_pool = (int)min_i64(n_blocks, max_i64(1, bucket_limit / block) + 1);
+    z->n_grad_pool = (int)min_i64(n_blocks, max_i64(1, z->bucket_limit / block) + 1);
     z->grad_pool = (GradBuffer *)host_alloc(sizeof(GradBuffer) * (size_t)z->n_grad_pool);
     for (int i = 0; i < z->n_grad_pool; i++) {
         z->grad_pool[i].data = (float *)zero_alloc(z, block * 4, &z->buffer_bytes);
@@ -204,7 +206,7 @@ static void zero_init_pools(Zero *z) {
     }
     for (int u = 0; u < table->n_units; u++)
         if (table->unit[u].kind != UNIT_BLOCK) z->unit[u].grad = (float *)zero_alloc(z, z->unit[u].whole * 4, &z->buffer_bytes);
-    z->reduce_scratch_numel = (bucket_limit + largest) / z->reduce_group.size;
+    z->reduce_scratch_numel = min_i64(z->bucket_limit + largest, all) / z->reduce_group.size;
     z->reduce_scratch = (float *)zero_alloc(z, z->reduce_scratch_numel * 4, &z->buffer_bytes);
 }
 
@@ -512,11 +514,10 @@ static void zero_grad_end(Zero *z, int unit) {
     if (!each && !z->last_micro_batch) return;
     if (z->reduce_group.size == 1) return; // the shard is the whole
     // A bucket: as many units as fit, at least one; no more than wait while another is written.
-    int64_t limit = min_i64(z->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL);
-    if (z->n_bucket > 0 && (z->bucket_numel + z->unit[unit].whole > limit || (each && z->n_bucket + 1 >= z->n_grad_pool))) zero_reduce_bucket(z);
+    if (z->n_bucket > 0 && (z->bucket_numel + z->unit[unit].whole > z->bucket_limit || (each && z->n_bucket + 1 >= z->n_grad_pool))) zero_reduce_bucket(z);
     z->bucket[z->n_bucket++] = unit;
     z->bucket_numel += z->unit[unit].whole;
-    if (z->bucket_numel >= limit || unit == 0) zero_reduce_bucket(z); // the embedding is a micro-batch's last
+    if (z->bucket_numel >= z->bucket_limit || unit == 0) zero_reduce_bucket(z); // the embedding is a micro-batch's last
 }
 
 // After the last micro-batch: the compute stream goes on when all sums have arrived.

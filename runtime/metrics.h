@@ -11,7 +11,8 @@ typedef struct {
     char log_path[4200];
     int64_t steps;            // of the whole run
     int64_t steps_per_print;
-    double flops_per_token, peak_flops; // of one rank's device; peak 0 = unknown
+    int ranks;                // that share the work
+    double flops_per_token, peak_flops; // peak: of one rank's device, 0 = unknown
     double recent_step_ms;    // exponentially smoothed, for the ETA
 } Metrics;
 
@@ -57,11 +58,12 @@ static void make_folders(const char *path, const char *key) {
     }
 }
 
-static void metrics_init(Metrics *m, const char *output_dir, int64_t steps, int64_t steps_per_print, double flops_per_token, DType dtype) {
+static void metrics_init(Metrics *m, const char *output_dir, int64_t steps, int64_t steps_per_print, int ranks, double flops_per_token, DType dtype) {
     char shown[512];
     memset(m, 0, sizeof *m);
     m->steps = steps;
     m->steps_per_print = steps_per_print;
+    m->ranks = ranks;
     m->flops_per_token = flops_per_token;
     m->peak_flops = device_peak_flops(device_info().name, dtype);
     snprintf(m->log_path, sizeof m->log_path, "%s/log.jsonl", output_dir);
@@ -110,7 +112,7 @@ static void metrics_step(Metrics *m, const StepStats *s) {
     char a[32], b[32], c[32], d[32], eta[32], phases[160] = "";
     if (s->has_phases)
         snprintf(phases, sizeof phases, ",\"load_ms\":%.4f,\"forward_ms\":%.4f,\"backward_ms\":%.4f,\"update_ms\":%.4f", s->load_ms, s->forward_ms, s->backward_ms, s->update_ms);
-    double seconds = s->step_ms / 1e3, tokens_per_s = (double)s->step_tokens / seconds, flops = tokens_per_s * m->flops_per_token;
+    double seconds = s->step_ms / 1e3, tokens_per_s = (double)s->step_tokens / seconds, flops = tokens_per_s * m->flops_per_token / m->ranks; // of one rank
     double mfu = m->peak_flops > 0 ? flops / m->peak_flops : NAN;
     // The first update is slower (plans, caches): it does not enter the estimate once there are others.
     m->recent_step_ms = m->recent_step_ms == 0 || s->step < 2 ? s->step_ms : 0.9 * m->recent_step_ms + 0.1 * s->step_ms;

@@ -69,6 +69,9 @@ static inline const char *text_escape(char *dst, size_t room, const char *src, s
     return dst;
 }
 
+// Which rank speaks; 0 with one rank. Set once, by comm_start's caller. Notes come from rank 0 alone; an error says its rank.
+static int message_rank = 0;
+
 // One line on stderr, then the given exit code.
 __attribute__((noreturn)) PRINTF_LIKE(2, 3) static inline void die(int code, const char *format, ...) {
     char line[2048];
@@ -77,14 +80,23 @@ __attribute__((noreturn)) PRINTF_LIKE(2, 3) static inline void die(int code, con
     vsnprintf(line, sizeof line, format, args);
     va_end(args);
     fflush(stdout);
-    fprintf(stderr, "error: %s\n", line);
+    if (message_rank > 0) fprintf(stderr, "error: rank %d: %s\n", message_rank, line);
+    else fprintf(stderr, "error: %s\n", line);
     fflush(stderr);
     _exit(code); // not exit(): no handler may hang the way out
 }
 
+// The same for what all ranks find out alike: rank 0 tells it, the others give it the time to.
+#define die_alike(code, ...)                                                                                           \
+    do {                                                                                                               \
+        if (message_rank > 0) { usleep(500000); _exit(code); }                                                         \
+        die(code, __VA_ARGS__);                                                                                        \
+    } while (0)
+
 // A line for the user that changes nothing: "note: ..." on stderr.
 PRINTF_LIKE(1, 2) static inline void note(const char *format, ...) {
     va_list args;
+    if (message_rank > 0) return;
     va_start(args, format);
     fflush(stdout);
     fputs("note: ", stderr);
