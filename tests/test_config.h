@@ -1158,7 +1158,7 @@ static void load_child(void *arg) {
     for (char *one = strtok_r(strdup(l->environment), "|", &save); one; one = strtok_r(NULL, "|", &save)) putenv(one);
     if (!freopen("/dev/null", "w", stdout) || !freopen(l->input, "r", stdin)) _exit(99);
     Config *c = config_load(argc, argv);
-    fprintf(stderr, "loaded steps=%" PRId64 " timeout=%" PRId64 " local_rank=%" PRId64 " prompt=%s export=%s load=%s/%s\n", c->run.steps, c->zero.timeout, c->local_rank, c->generate ? c->generate_prompt : "-", c->export_dir, c->load_dir, c->load_tag);
+    fprintf(stderr, "loaded steps=%" PRId64 " timeout=%" PRId64 " local_rank=%" PRId64 " world=%" PRId64 " prompt=%s export=%s load=%s/%s\n", c->run.steps, c->zero.timeout, c->local_rank, c->world, c->generate ? c->generate_prompt : "-", c->export_dir, c->load_dir, c->load_tag);
 }
 
 static void test_command_line(Test *t) {
@@ -1182,7 +1182,7 @@ static void test_command_line(Test *t) {
     if (f) fclose(f);
     expect_true(t, mkfifo(fifo, 0600) == 0 && symlink(link, link) == 0, "no fifo or link");
     static const struct { const char *arguments, *environment; int code; const char *says; } row[] = { // @ is the folder
-        {"", "", -1, "loaded steps=1000 timeout=1800 local_rank=0 prompt=- export= load=/"},
+        {"", "", -1, "loaded steps=1000 timeout=1800 local_rank=0 world=1 prompt=- export= load=/"},
         {"-c|@/good.json", "", -1, "loaded steps=5"},
         {"--config=@/good.json", "", -1, "loaded steps=5"},
         {"--deepspeed_config|@/good.json|run.steps=6", "", -1, "loaded steps=6"},
@@ -1221,10 +1221,10 @@ static void test_command_line(Test *t) {
         {"--load_tag|../x", "", 2, "a tag has letters"}, {"--load_tag|-rf", "", 2, "a tag has letters"}, {"--load_tag=", "", 2, "needs a value"}, {"--generate", "", 2, "needs a prompt"}, {"--local_rank=x", "", 2, "needs a number"},
         {"--generate|x|--export|y", "", 2, "cannot be in one run"},
         {"--load_dir|a|--load_dir|b", "", 2, "given twice"},
-        {"-c|@/good.json", "OMPI_COMM_WORLD_SIZE=8|OMPI_COMM_WORLD_RANK=0", 2, "environment: OMPI_COMM_WORLD_SIZE = 8: not built yet"},
-        {"-c|@/good.json", "WORLD_SIZE=2|RANK=0", 2, "environment: WORLD_SIZE = 2: not built yet"},
-        {"-c|@/good.json", "SLURM_NTASKS=2|PMI_RANK=0", 2, "SLURM_NTASKS = 2"},
-        {"-c|@/good.json", "SLURM_NTASKS=2", -1, "loaded steps=5"},
+        {"-c|@/good.json", "OMPI_COMM_WORLD_SIZE=8|OMPI_COMM_WORLD_RANK=0", -1, "world=8"},
+        {"-c|@/good.json", "WORLD_SIZE=2|RANK=0", -1, "world=2"},
+        {"-c|@/good.json", "SLURM_NTASKS=2|PMI_RANK=0", -1, "world=2"},
+        {"-c|@/good.json", "SLURM_NTASKS=2", -1, "world=1"},
         {"-c|@/good.json", "WORLD_SIZE=x", -1, "note: the environment variable WORLD_SIZE = \"x\" is no number of ranks; ignored"},
         {"-c|@/good.json", "WORLD_SIZE=1|LOCAL_RANK=2", -1, "local_rank=2"},
         {"-c|@/good.json", "OMPI_COMM_WORLD_LOCAL_RANK=1|LOCAL_RANK=2", 2, "unset one of them"},
