@@ -22,6 +22,7 @@
 // on one side, and B, wait for B, A on the other, would pass on a GPU and stand still here; enqueue both first.
 #include "comm.h"
 #include "device_cpu.h"
+#include "launch.h"
 #include <mpi.h>
 #include <sched.h>
 
@@ -73,23 +74,16 @@ static void channel_close(Channel *c) {
     c->comm = MPI_COMM_NULL;
 }
 
-// A whole number in the environment, or 0.
-static int environment_number(const char *name) {
-    const char *text = getenv(name);
-    return text ? (int)strtol(text, NULL, 10) : 0;
-}
-
 CommWorld comm_start(void) {
-    // Open MPI's mpirun; Hydra (MPICH, Intel MPI) and srun --mpi=pmi2; srun --mpi=pmix.
-    const bool launched = getenv("OMPI_COMM_WORLD_SIZE") || getenv("PMI_RANK") || getenv("PMIX_RANK");
     for (int i = 0; i < CHANNELS_MAX; i++) channels[i].comm = MPI_COMM_NULL;
-    if (!launched) {
-        const char *names[] = {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}; // torchrun and its like; srun
-        for (int i = 0; i < 2; i++)
-            if (environment_number(names[i]) > 1)
-                die(EXIT_CONFIG, "%s=%d is set, but no MPI launcher started this program, and on the CPU ranks talk through MPI: start it with "
-                    "\"mpirun -n %d ./train_gpt ...\" (under Slurm: srun --mpi=pmix), or unset %s to train with one rank",
-                    names[i], environment_number(names[i]), environment_number(names[i]), names[i]);
+    // Does MPI find its peers? mpirun; Hydra (MPICH, Intel MPI) and srun --mpi=pmi2; srun --mpi=pmix.
+    const char *mpi_size = launch_variable("OMPI_COMM_WORLD_SIZE") ? "OMPI_COMM_WORLD_SIZE" : "PMI_SIZE";
+    int announced = 1; // read before MPI_Init, which may set such variables itself
+    if (!launch_int(mpi_size, 1, LAUNCH_WORLD_MAX, &announced) && !launch_variable("PMI_RANK") && !launch_variable("PMIX_RANK")) {
+        const char *other = launch_variable("WORLD_SIZE") ? "WORLD_SIZE" : "SLURM_STEP_NUM_TASKS"; // torchrun and its like; srun
+        if (launch_int(other, 1, LAUNCH_WORLD_MAX, &announced) && announced > 1)
+            die(EXIT_CONFIG, "%s = %d is set, but ranks on the CPU talk through MPI, and no MPI launcher started this one: use \"mpirun -n %d ./train_gpt ...\" "
+                "(under Slurm: srun --mpi=pmix), or unset %s to train with one rank", other, announced, announced, other);
         return comm_world;
     }
     int provided;
@@ -99,7 +93,6 @@ CommWorld comm_start(void) {
     MPI_TRY(MPI_Comm_set_errhandler(MPI_COMM_SELF, MPI_ERRORS_RETURN));
     MPI_TRY(MPI_Comm_rank(MPI_COMM_WORLD, &comm_world.rank));
     MPI_TRY(MPI_Comm_size(MPI_COMM_WORLD, &comm_world.world));
-    const int announced = getenv("OMPI_COMM_WORLD_SIZE") ? environment_number("OMPI_COMM_WORLD_SIZE") : environment_number("PMI_SIZE");
     if (announced > 1 && announced != comm_world.world) { // else each rank would train alone, all into the same folders
         char version[MPI_MAX_LIBRARY_VERSION_STRING], shown[128];
         int length = 0;
@@ -221,7 +214,7 @@ typedef struct Collective {
     int64_t n, bytes;         // elements and bytes of a piece: what MPI moves from one rank to another
     char *sent, *received;    // what MPI reads and writes: source and target themselves, or memory of ours
     char *own[2];             // memory of ours
-    DeviceRange hidden[2];    // what reads as NaN until the end (DEBUG)
+    char *image[2];           // DEBUG: what source and target look like until the end
     bool adds;                // what was received is a piece of each rank; their sum is the result
     bool two_halves;          // an all-reduce whose gather has not started
     int64_t turn;             // of its gather on the second communicator
@@ -316,39 +309,26 @@ static void collective_wait(Collective *c) {
     }
 }
 
-// The source is copied and what will be written becomes NaN.
+// The source is copied, what will be written becomes NaN, and what that looks like is kept.
 static void collective_hide(Collective *c) {
-    char *own = c->kind == KIND_ALL_GATHER ? c->target + c->group.rank * c->bytes : NULL;
-    DeviceRange hidden[2] = {{c->target, c->target_bytes, true}, {NULL, 0, false}};
-    if (own && own == c->source) { // in place: this rank's part stays
-        hidden[0].bytes = own - c->target;
-        hidden[1].at = own + c->bytes;
-        hidden[1].bytes = c->target + c->target_bytes - (own + c->bytes);
-    }
-    if (c->kind == KIND_REDUCE_SCATTER) { // undefined for ever: it stays NaN
-        hidden[1].at = c->source;
-        hidden[1].bytes = c->source_bytes;
-    }
     if (c->sent == c->source && c->source_bytes > 0) {
         c->sent = own_memory(c, c->source_bytes);
         memcpy(c->sent, c->source, (size_t)c->source_bytes);
     }
     if (c->received == c->target && c->target_bytes > 0) c->received = own_memory(c, c->target_bytes);
+    if (c->target_bytes > 0) memset(c->target, 0xff, (size_t)c->target_bytes);
+    if (c->kind == KIND_ALL_GATHER) memcpy((char *)c->source, c->sent, (size_t)c->source_bytes); // in place, this rank's part stays
     for (int i = 0; i < 2; i++) {
-        c->hidden[i] = hidden[i];
-        if (hidden[i].bytes > 0) memset((char *)hidden[i].at, 0xff, (size_t)hidden[i].bytes);
+        c->image[i] = (char *)host_alloc((size_t)c->work.range[i].bytes);
+        if (c->work.range[i].bytes > 0) memcpy(c->image[i], c->work.range[i].at, (size_t)c->work.range[i].bytes);
     }
 }
 
 // Nobody has written to what belongs to the collective since collective_hide.
 static void collective_check_hidden(const Collective *c) {
     for (int i = 0; i < 2; i++)
-        for (int64_t k = 0; k < c->hidden[i].bytes; k++)
-            CHECK(((const unsigned char *)c->hidden[i].at)[k] == 0xff, "%s on a group of %d: byte %" PRId64 " of %" PRId64 " was written before the collective was waited for",
-                  kind_name(c->kind), c->group.size, k, c->hidden[i].bytes);
-    const bool source_stays = c->kind == KIND_ALL_GATHER || c->kind == KIND_BROADCAST;
-    CHECK(!source_stays || c->source_bytes == 0 || memcmp(c->source, c->sent, (size_t)c->source_bytes) == 0,
-          "%s on a group of %d: the argument was written before the collective was waited for", kind_name(c->kind), c->group.size);
+        CHECK(c->work.range[i].bytes == 0 || memcmp(c->work.range[i].at, c->image[i], (size_t)c->work.range[i].bytes) == 0,
+              "%s on a group of %d: its %s was written before the collective was waited for", kind_name(c->kind), c->group.size, i == 0 ? "argument" : "result");
 }
 
 static void collective_finish(DeviceWork *w) {
@@ -361,6 +341,8 @@ static void collective_finish(DeviceWork *w) {
     if (c->type != MPI_DATATYPE_NULL) MPI_TRY(MPI_Type_free(&c->type));
     free(c->own[0]);
     free(c->own[1]);
+    free(c->image[0]);
+    free(c->image[1]);
     free(c);
 }
 
@@ -397,13 +379,9 @@ static void collective_enqueue(Collective *c, Stream s) {
     CHECK(s != NULL, "%s on no stream", kind_name(c->kind));
     CHECK(channel->pending == 1 || channel->stream == s, "%s on a group that has a collective in flight on another stream", kind_name(c->kind));
     channel->stream = s;
-    const bool source_written = c->kind == KIND_REDUCE_SCATTER || c->kind == KIND_ALL_REDUCE;
-    c->work.range[0].at = c->source;
-    c->work.range[0].bytes = c->source_bytes;
-    c->work.range[0].written = source_written;
-    c->work.range[1].at = c->target;
-    c->work.range[1].bytes = c->target_bytes;
-    c->work.range[1].written = true;
+    const DeviceRange source = {c->source, c->source_bytes, false}, target = {c->target, c->target_bytes, true};
+    c->work.range[0] = source;
+    c->work.range[1] = target;
     c->work.finish = collective_finish;
     device_cpu_order(kind_name(c->kind), s, c->work.range, 2);
     if (c->two_halves) memcpy(c->sent, c->source, (size_t)c->source_bytes);
