@@ -10,6 +10,7 @@ shift
 root=$(realpath -- "$(dirname "$0")/..")
 export LC_ALL=C.UTF-8 OMP_NUM_THREADS=1 # tiny models: threads only wait for each other
 unset DEEPSPEED_TIMEOUT WORLD_SIZE RANK LOCAL_RANK
+sanitized=$(grep -aqF __asan_init -- "$binary" && echo yes) # the sanitizer has its own demands on memory
 
 base=$(mktemp -d "${TMPDIR:-/tmp}/test_cli.XXXXXX")
 trap 'cd / && chmod -R u+rwX -- "$base" 2>/dev/null; rm -rf -- "$base"' EXIT
@@ -482,7 +483,7 @@ row_generate_and_export() {
     expect "first loss of the fine-tuned run" python3 -c '
 import json
 last = [json.loads(l) for l in open("out_dir/log.jsonl")]; last = [r["loss"] for r in last if "loss" in r][-1]
-first = json.loads(open("tuned/log.jsonl").readline())["loss"]
+first = [json.loads(l) for l in open("tuned/log.jsonl")]; first = [r["loss"] for r in first if "loss" in r][0]
 assert first < last + 0.3, (first, last)'
 }
 
@@ -546,7 +547,7 @@ row_hostile_environment() {
     local setting
     run_expect 0 -c config.json run.output_dir=plain || return
     curve plain/log.jsonl >a
-    for setting in OMP_NUM_THREADS=2 OMP_NUM_THREADS=3 OMP_NUM_THREADS=-1 OMP_NUM_THREADS=1000000000 OMP_NUM_THREADS=junk DEEPSPEED_TIMEOUT=x LC_NUMERIC=junk TMPDIR=/nonexistent MALLOC_PERTURB_=165 GOMP_CPU_AFFINITY=junk; do
+    for setting in $([ -n "$sanitized" ] || echo OMP_NUM_THREADS=1000000000) OMP_NUM_THREADS=2 OMP_NUM_THREADS=3 OMP_NUM_THREADS=-1 OMP_NUM_THREADS=junk DEEPSPEED_TIMEOUT=x LC_NUMERIC=junk TMPDIR=/nonexistent MALLOC_PERTURB_=165 GOMP_CPU_AFFINITY=junk; do
         rm -rf out_dir
         env "$setting" timeout 60 "$binary" -c config.json >out 2>err </dev/null
         code=$?
@@ -565,7 +566,7 @@ row_hostile_environment() {
 row_limits() {
     (ulimit -n 32 && exec timeout 60 "$binary" -c config.json run.output_dir=files >out 2>err </dev/null)
     equal "exit code with 32 descriptors" $? 0
-    (ulimit -s 256 && exec timeout 60 "$binary" -c config.json run.output_dir=stack >out 2>err </dev/null)
+    [ -n "$sanitized" ] || (ulimit -s 256 && exec timeout 60 "$binary" -c config.json run.output_dir=stack >out 2>err </dev/null)
     equal "exit code with a stack of 256 KiB" $? 0
     (ulimit -f 8 && exec timeout 60 "$binary" -c config.json run.output_dir=size >out 2>err </dev/null)
     code=$?
