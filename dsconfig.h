@@ -1209,7 +1209,7 @@ static void config_print_usage(FILE *out) {
 static void config_fit_device(Config *c, int capability) {
     if (c->dtype != DTYPE_BF16 || capability == 0 || capability >= 80) return;
     if (!c->precision_is_auto)
-        die(EXIT_CONFIG, "bf16.enabled = true: this GPU has compute capability %d.%d, and bf16 needs 8.0; use fp16.enabled", capability / 10,
+        die_alike(EXIT_CONFIG, "bf16.enabled = true: this GPU has compute capability %d.%d, and bf16 needs 8.0; use fp16.enabled", capability / 10,
             capability % 10);
     c->bf16.enabled = false;
     c->fp16.enabled = true;
@@ -1235,8 +1235,8 @@ static bool config_option(int argc, char **argv, int *i, const char *name, const
 }
 
 static void config_set_text(const char **dst, const char *option, const char *value) {
-    if (!value || !value[0]) die(EXIT_CONFIG, "%s needs a value after it; see --help", option);
-    if ((*dst)[0] && strcmp(*dst, value) != 0) die(EXIT_CONFIG, "%s is given twice with different values; give it once", option);
+    if (!value || !value[0]) die_alike(EXIT_CONFIG, "%s needs a value after it; see --help", option);
+    if ((*dst)[0] && strcmp(*dst, value) != 0) die_alike(EXIT_CONFIG, "%s is given twice with different values; give it once", option);
     *dst = value;
 }
 
@@ -1246,10 +1246,10 @@ static char *config_read_stdin(int64_t *length) {
     for (;;) {
         ssize_t n = read(0, text + *length, (size_t)(CONFIG_FILE_MAX + 1 - *length));
         if (n < 0 && errno == EINTR) continue;
-        if (n < 0) die(EXIT_CONFIG, "standard input: %s", strerror(errno));
+        if (n < 0) die_alike(EXIT_CONFIG, "standard input: %s", strerror(errno));
         if (n == 0) return text;
         *length += n;
-        if (*length > CONFIG_FILE_MAX) die(EXIT_CONFIG, "standard input: more than the limit of %d bytes for a configuration", CONFIG_FILE_MAX);
+        if (*length > CONFIG_FILE_MAX) die_alike(EXIT_CONFIG, "standard input: more than the limit of %d bytes for a configuration", CONFIG_FILE_MAX);
     }
 }
 
@@ -1261,7 +1261,7 @@ static char *config_read_base64(const char *src, int64_t *length) { // of RFC 46
     *length = 0;
     for (const char *s = src; *s && *s != '='; s++) {
         const char *found = strchr(alphabet, *s);
-        if (!found) die(EXIT_CONFIG, "-c base64: byte %td is no base64; give the text of the file encoded by base64", s - src);
+        if (!found) die_alike(EXIT_CONFIG, "-c base64: byte %td is no base64; give the text of the file encoded by base64", s - src);
         int64_t digit = found - alphabet;
         bits = bits << 6 | (uint32_t)(digit < 64 ? digit : digit - 2);
         held += 6;
@@ -1270,8 +1270,8 @@ static char *config_read_base64(const char *src, int64_t *length) { // of RFC 46
     return text;
 }
 
-// Ranks that a launcher started, and where that is said. Without a launcher: 1.
-static int64_t config_world(const char **source) {
+// Ranks that a launcher started. Without a launcher: 1.
+static int64_t config_world(void) {
     static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS"};
     bool pmi = getenv("PMI_RANK") || getenv("PMIX_RANK");
     for (int i = 0; i < 3; i++) {
@@ -1279,7 +1279,6 @@ static int64_t config_world(const char **source) {
         int64_t world;
         if (!text || (i == 2 && !pmi)) continue;
         char shown[80];
-        *source = names[i];
         if (config_read_int(text, 1, 1000000, &world)) return world;
         note("the environment variable %s = \"%s\" is no number of ranks; ignored", names[i], text_escape(shown, sizeof shown, text, strlen(text)));
     }
@@ -1291,7 +1290,7 @@ static int64_t config_environment_rank(const char *openmpi, const char *other) {
     bool first = config_read_int(getenv(openmpi), 0, 1000000, &rank);
     if (!config_read_int(getenv(other), 0, 1000000, &second)) return rank;
     if (first && rank != second)
-        die(EXIT_CONFIG, "the environment says %s = %" PRId64 ", but %s = %" PRId64 "; unset one of them", openmpi, rank, other, second);
+        die_alike(EXIT_CONFIG, "the environment says %s = %" PRId64 ", but %s = %" PRId64 "; unset one of them", openmpi, rank, other, second);
     return second;
 }
 
@@ -1301,7 +1300,7 @@ typedef struct {
     const char **override;    // as many as n_overrides
     int n_overrides;
     bool strict, check, world_given, generate;
-    const char *prompt, *export_dir, *load_dir, *load_tag, *world_source;
+    const char *prompt, *export_dir, *load_dir, *load_tag;
     int64_t world, local_rank;
 } CommandLine;
 
@@ -1313,9 +1312,9 @@ __attribute__((noreturn)) static void config_leave(void) { // after what was ask
 static CommandLine config_read_arguments(int argc, char **argv) {
     CommandLine l = {};
     const char *value;
-    l.file = l.prompt = l.export_dir = l.load_dir = l.load_tag = l.world_source = "";
+    l.file = l.prompt = l.export_dir = l.load_dir = l.load_tag = "";
     l.override = (const char **)host_alloc((size_t)argc * sizeof *l.override);
-    l.world = config_world(&l.world_source);
+    l.world = config_world();
     l.local_rank = config_environment_rank("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK");
     for (int i = 1; i < argc; i++) {
         char shown[200];
@@ -1327,13 +1326,13 @@ static CommandLine config_read_arguments(int argc, char **argv) {
         else if (strcmp(arg, "--help-config") == 0) { config_print_help(stdout); config_leave(); }
         else if (strcmp(arg, "--check-config") == 0) l.check = true;
         else if (strcmp(arg, "--strict") == 0) l.strict = true;
-        else if (strcmp(arg, "--plan") == 0 || strcmp(arg, "--inspect") == 0) die(EXIT_CONFIG, "%s: not built yet; remove it", shown);
+        else if (strcmp(arg, "--plan") == 0 || strcmp(arg, "--inspect") == 0) die_alike(EXIT_CONFIG, "%s: not built yet; remove it", shown);
         else if (bare_deepspeed) note("--deepspeed without a file has no effect; name the configuration after it, or with -c");
         else if (config_option(argc, argv, &i, "-c", &value) || config_option(argc, argv, &i, "--config", &value) ||
                  config_option(argc, argv, &i, "--deepspeed_config", &value) || config_option(argc, argv, &i, "--deepspeed", &value))
             config_set_text(&l.file, "-c", value);
         else if (config_option(argc, argv, &i, "--generate", &value)) {
-            if (!value) die(EXIT_CONFIG, "--generate needs a prompt after it; it may be empty: \"\"");
+            if (!value) die_alike(EXIT_CONFIG, "--generate needs a prompt after it; it may be empty: \"\"");
             l.generate = true;
             l.prompt = value;
         }
@@ -1341,19 +1340,19 @@ static CommandLine config_read_arguments(int argc, char **argv) {
         else if (config_option(argc, argv, &i, "--load_dir", &value)) config_set_text(&l.load_dir, "--load_dir", value);
         else if (config_option(argc, argv, &i, "--load_tag", &value)) config_set_text(&l.load_tag, "--load_tag", value);
         else if (config_option(argc, argv, &i, "--local_rank", &value) || config_option(argc, argv, &i, "--local-rank", &value)) {
-            if (!config_read_int(value, 0, 1000000, &l.local_rank)) die(EXIT_CONFIG, "%s: --local_rank needs a number after it", shown);
+            if (!config_read_int(value, 0, 1000000, &l.local_rank)) die_alike(EXIT_CONFIG, "%s: --local_rank needs a number after it", shown);
         }
         else if (config_option(argc, argv, &i, "--world", &value)) {
-            if (!config_read_int(value, 1, 1000000, &l.world)) die(EXIT_CONFIG, "%s: --world needs a number of ranks after it, 1 to 1000000", shown);
+            if (!config_read_int(value, 1, 1000000, &l.world)) die_alike(EXIT_CONFIG, "%s: --world needs a number of ranks after it, 1 to 1000000", shown);
             l.world_given = true;
         }
-        else if (arg[0] == '-') die(EXIT_CONFIG, "%s is no option%s; see --help", shown, strchr(arg, '=') ? " (overrides such as run.steps=100 have no dashes)" : "");
+        else if (arg[0] == '-') die_alike(EXIT_CONFIG, "%s is no option%s; see --help", shown, strchr(arg, '=') ? " (overrides such as run.steps=100 have no dashes)" : "");
         else l.override[l.n_overrides++] = arg;
     }
-    if (l.world_given && !l.check) die(EXIT_CONFIG, "--world belongs to --check-config; start the ranks with a launcher, such as mpirun");
-    if (l.generate && l.export_dir[0]) die(EXIT_CONFIG, "--generate and --export cannot be in one run; give one of them");
+    if (l.world_given && !l.check) die_alike(EXIT_CONFIG, "--world belongs to --check-config; start the ranks with a launcher, such as mpirun");
+    if (l.generate && l.export_dir[0]) die_alike(EXIT_CONFIG, "--generate and --export cannot be in one run; give one of them");
     if (l.load_tag[0] && !config_tag_valid(l.load_tag))
-        die(EXIT_CONFIG, "--load_tag: a tag has letters, digits, '.', '_' and '-', and begins with neither '.' nor '-'");
+        die_alike(EXIT_CONFIG, "--load_tag: a tag has letters, digits, '.', '_' and '-', and begins with neither '.' nor '-'");
     return l;
 }
 
@@ -1366,7 +1365,7 @@ static char *config_read_source(const CommandLine *l, const char **name, int64_t
     if (strcmp(l->file, "-") == 0) { *name = "standard input"; return config_read_stdin(length); }
     if (strncmp(l->file, "base64:", 7) == 0) { *name = "base64"; return config_read_base64(l->file + 7, length); }
     char *text = file_read_all(l->file, true, CONFIG_FILE_MAX, length, why, sizeof why);
-    if (!text) die(EXIT_CONFIG, "%s: %s; name a configuration file after -c", text_escape(shown, sizeof shown, l->file, strlen(l->file)), why);
+    if (!text) die_alike(EXIT_CONFIG, "%s: %s; name a configuration file after -c", text_escape(shown, sizeof shown, l->file, strlen(l->file)), why);
     return text;
 }
 
@@ -1387,7 +1386,7 @@ static void config_apply_environment(Config *config) {
 // Prints the report; a configuration that is refused ends the program. Every rank comes to the same verdict, and one tells it.
 // trains: choices that the program made for training are worth a line.
 static void config_tell(const ConfigReport *report, bool trains) {
-    bool speaks = config_environment_rank("OMPI_COMM_WORLD_RANK", "RANK") == 0, refused = config_refusals(report) > 0;
+    bool speaks = message_rank == 0, refused = config_refusals(report) > 0;
     int64_t listed = 0;
     for (int i = 0; i < report->count && speaks; i++) {
         bool refusal = report->message[i].kind == CONFIG_PROBLEM || report->message[i].kind == CONFIG_UNBUILT;
@@ -1398,6 +1397,7 @@ static void config_tell(const ConfigReport *report, bool trains) {
     if (!refused) return;
     if (speaks && listed < config_refusals(report)) fprintf(stderr, "%" PRId64 " more problems are not listed\n", config_refusals(report) - listed);
     fflush(stderr);
+    if (!speaks) usleep(500000); // a launcher ends the job when the first rank leaves: let the one that tells come first
     _exit(EXIT_CONFIG);
 }
 
@@ -1419,7 +1419,7 @@ static Config *config_load(int argc, char **argv) {
         {"--load_tag", config->load_tag, sizeof config->load_tag, l.load_tag},
     };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
-        if (strlen(texts[i].value) >= texts[i].room) die(EXIT_CONFIG, "%s: the value is longer than %zu bytes; shorten it", texts[i].option, texts[i].room - 1);
+        if (strlen(texts[i].value) >= texts[i].room) die_alike(EXIT_CONFIG, "%s: the value is longer than %zu bytes; shorten it", texts[i].option, texts[i].room - 1);
         strcpy(texts[i].dst, texts[i].value);
     }
     config->generate = l.generate;

@@ -1145,6 +1145,7 @@ typedef struct {
     const char *arguments; // separated by '|'
     const char *environment; // NAME=value, separated by '|'
     const char *input;       // file that standard input reads
+    int rank;
 } LoadCase;
 
 static void load_child(void *arg) {
@@ -1157,8 +1158,9 @@ static void load_child(void *arg) {
     for (size_t i = 0; i < sizeof unset / sizeof *unset; i++) unsetenv(unset[i]);
     for (char *one = strtok_r(strdup(l->environment), "|", &save); one; one = strtok_r(NULL, "|", &save)) putenv(one);
     if (!freopen("/dev/null", "w", stdout) || !freopen(l->input, "r", stdin)) _exit(99);
+    message_rank = l->rank;
     Config *c = config_load(argc, argv);
-    fprintf(stderr, "loaded steps=%" PRId64 " timeout=%" PRId64 " local_rank=%" PRId64 " world=%" PRId64 " prompt=%s export=%s load=%s/%s\n", c->run.steps, c->zero.timeout, c->local_rank, c->world, c->generate ? c->generate_prompt : "-", c->export_dir, c->load_dir, c->load_tag);
+    fprintf(stderr, "loaded world=%" PRId64 " steps=%" PRId64 " timeout=%" PRId64 " local_rank=%" PRId64 " world=%" PRId64 " prompt=%s export=%s load=%s/%s\n", c->world, c->run.steps, c->zero.timeout, c->local_rank, c->world, c->generate ? c->generate_prompt : "-", c->export_dir, c->load_dir, c->load_tag);
 }
 
 static void test_command_line(Test *t) {
@@ -1182,17 +1184,17 @@ static void test_command_line(Test *t) {
     if (f) fclose(f);
     expect_true(t, mkfifo(fifo, 0600) == 0 && symlink(link, link) == 0, "no fifo or link");
     static const struct { const char *arguments, *environment; int code; const char *says; } row[] = { // @ is the folder
-        {"", "", -1, "loaded steps=1000 timeout=1800 local_rank=0 world=1 prompt=- export= load=/"},
-        {"-c|@/good.json", "", -1, "loaded steps=5"},
-        {"--config=@/good.json", "", -1, "loaded steps=5"},
-        {"--deepspeed_config|@/good.json|run.steps=6", "", -1, "loaded steps=6"},
+        {"", "", -1, "loaded world=1 steps=1000 timeout=1800 local_rank=0 world=1 prompt=- export= load=/"},
+        {"-c|@/good.json", "", -1, "steps=5"},
+        {"--config=@/good.json", "", -1, "steps=5"},
+        {"--deepspeed_config|@/good.json|run.steps=6", "", -1, "steps=6"},
         {"--deepspeed|@/good.json|--local_rank=3", "", -1, "local_rank=3"},
         {"--deepspeed|-c|@/good.json", "", -1, "note: --deepspeed without a file"},
         {"-c|@/good.json|--generate|Once upon|--load_dir|d|--load_tag|step-5", "", -1, "prompt=Once upon export= load=d/step-5"},
         {"--export=x", "", -1, "export=x"},
-        {"-c|base64:eyJ0cmFpbl9ncHQiOnsicnVuIjp7InN0ZXBzIjo5fX19", "", -1, "loaded steps=9"},
+        {"-c|base64:eyJ0cmFpbl9ncHQiOnsicnVuIjp7InN0ZXBzIjo5fX19", "", -1, "steps=9"},
         {"-c|base64:!!", "", 2, "is no base64"},
-        {"-c|-", "", -1, "loaded steps=5"},
+        {"-c|-", "", -1, "steps=5"},
         {"@/good.json", "", 2, "a configuration file is named with -c"},
         {"--run.steps=5", "", 2, "have no dashes"},
         {"-c|@/good.json|--check-config", "", 0, ""},
@@ -1221,10 +1223,11 @@ static void test_command_line(Test *t) {
         {"--load_tag|../x", "", 2, "a tag has letters"}, {"--load_tag|-rf", "", 2, "a tag has letters"}, {"--load_tag=", "", 2, "needs a value"}, {"--generate", "", 2, "needs a prompt"}, {"--local_rank=x", "", 2, "needs a number"},
         {"--generate|x|--export|y", "", 2, "cannot be in one run"},
         {"--load_dir|a|--load_dir|b", "", 2, "given twice"},
-        {"-c|@/good.json", "OMPI_COMM_WORLD_SIZE=8|OMPI_COMM_WORLD_RANK=0", -1, "world=8"},
-        {"-c|@/good.json", "WORLD_SIZE=2|RANK=0", -1, "world=2"},
-        {"-c|@/good.json", "SLURM_NTASKS=2|PMI_RANK=0", -1, "world=2"},
-        {"-c|@/good.json", "SLURM_NTASKS=2", -1, "world=1"},
+        {"-c|@/good.json", "OMPI_COMM_WORLD_SIZE=8|WORLD_SIZE=2", -1, "world=8 steps=5"},
+        {"-c|@/good.json", "WORLD_SIZE=2|RANK=0", -1, "world=2 steps=5"},
+        {"-c|@/good.json", "WORLD_SIZE=3|RANK=0", 2, "train_batch_size = 8: cannot be divided"},
+        {"-c|@/good.json", "SLURM_NTASKS=2|PMI_RANK=0", -1, "world=2 steps=5"},
+        {"-c|@/good.json", "SLURM_NTASKS=2", -1, "world=1 steps=5"},
         {"-c|@/good.json", "WORLD_SIZE=x", -1, "note: the environment variable WORLD_SIZE = \"x\" is no number of ranks; ignored"},
         {"-c|@/good.json", "WORLD_SIZE=1|LOCAL_RANK=2", -1, "local_rank=2"},
         {"-c|@/good.json", "OMPI_COMM_WORLD_LOCAL_RANK=1|LOCAL_RANK=2", 2, "unset one of them"},
@@ -1236,7 +1239,7 @@ static void test_command_line(Test *t) {
         char arguments[1000] = "", says[600] = "", label[200];
         for (const char *s = row[i].arguments; *s; s++) snprintf(arguments + strlen(arguments), 300, *s == '@' ? "%s" : "%.1s", *s == '@' ? folder : s);
         for (const char *s = row[i].says; *s; s++) snprintf(says + strlen(says), 300, *s == '@' ? "%s" : "%.1s", *s == '@' ? folder : s);
-        LoadCase l = {arguments, row[i].environment, good};
+        LoadCase l = {arguments, row[i].environment, good, 0};
         int code = run_in_child(load_child, &l, text);
         snprintf(label, sizeof label, "%.100s %.60s", row[i].arguments, row[i].environment);
         expect_equal_i64(t, label, code, row[i].code);
@@ -1247,9 +1250,12 @@ static void test_command_line(Test *t) {
         }
     }
     // a rank other than 0 comes to the same verdict in silence
-    LoadCase silent = {"no.such=1", "WORLD_SIZE=2|RANK=1", good};
-    expect_equal_i64(t, "code on rank 1", run_in_child(load_child, &silent, text), 2);
-    expect_equal_text(t, "what rank 1 says", text, "");
+    static const char *const alike[] = {"no.such=1", "--no-such-option"};
+    for (int i = 0; i < 2; i++) {
+        LoadCase silent = {alike[i], "WORLD_SIZE=2|RANK=1", good, 1};
+        expect_equal_i64(t, "code on rank 1", run_in_child(load_child, &silent, text), 2);
+        expect_equal_text(t, "what rank 1 says", text, "");
+    }
     unlink(good); unlink(huge); unlink(fifo); unlink(link); unlink(empty);
     expect_true(t, rmdir(folder) == 0, "%s is not empty", folder);
 }
