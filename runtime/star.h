@@ -16,7 +16,7 @@
 #include <pthread.h>
 #include <sys/socket.h>
 
-enum { CALL_SECONDS = 1800, LAST_WORDS_SECONDS = 1, HOST_BYTES = 64 };
+enum { CALL_SECONDS = 1800, SILENT_HOST_SECONDS = 8, LAST_WORDS_SECONDS = 1, HOST_BYTES = 64 };
 
 static const uint32_t FRAME_MAGIC = 0x46545047u; // "GPTF"
 
@@ -59,13 +59,22 @@ static int poll_until(struct pollfd *p, int n, double deadline) { // as poll, wi
 }
 
 static void socket_prepare(int fd) {
-    // Keep-alives find a host that is gone. No TCP_USER_TIMEOUT: it would also end connections to a rank that is only slow to read.
-    int on = 1, idle = 5, interval = 2, count = 5;
+    int on = 1, idle = SILENT_HOST_SECONDS - 5, interval = 1, count = 5; // an idle connection fails when its host is silent
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof interval);
     setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &count, sizeof count);
+}
+
+// Is the other host silent although we have sent something? Keep-alives look at idle connections only, and TCP_USER_TIMEOUT
+// would also end a connection to a host that answers, but whose rank is slow to read.
+static bool socket_host_silent(int fd) {
+    struct tcp_info info;
+    socklen_t size = sizeof info;
+    memset(&info, 0, sizeof info);
+    return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 && info.tcpi_unacked > 0 && info.tcpi_retransmits >= 3 &&
+           info.tcpi_last_ack_recv >= 1000 * SILENT_HOST_SECONDS;
 }
 
 // Sends or receives exactly `bytes`. Null, or the reason why not ("" when the other side has closed).
@@ -163,9 +172,13 @@ static void star_run(Star *s, Transfer *t, int n, const char *during) {
         p[i].events = t[i].sending ? POLLOUT : POLLIN;
     }
     for (int left = n; left > 0;) {
-        if (poll_until(p, n, deadline) == 0)
-            for (int i = 0; i < n; i++)
-                if (p[i].fd >= 0) star_lost(s, t[i].peer, during, "no answer in time", t, n);
+        double look = clock_seconds() + 1;
+        if (poll_until(p, n, look < deadline ? look : deadline) == 0)
+            for (int i = 0; i < n; i++) {
+                if (p[i].fd < 0) continue;
+                if (socket_host_silent(p[i].fd)) star_lost(s, t[i].peer, during, "its host is silent", t, n);
+                if (clock_seconds() >= deadline) star_lost(s, t[i].peer, during, "no answer in time", t, n);
+            }
         for (int i = 0; i < n; i++) {
             if (p[i].fd < 0 || !p[i].revents) continue;
             if (!transfer_step(s, t, n, &t[i], &room[i], during)) continue;
@@ -204,7 +217,7 @@ static void star_broadcast(Star *s, void *x, int64_t bytes, int root) {
 
 // `bytes` of each rank to rank 0, in the order of the ranks; `all` (world x bytes) may be null on the others.
 static void star_gather(Star *s, void *all, const void *mine, int64_t bytes) {
-    if (s->rank == 0) memcpy(all, mine, (size_t)bytes);
+    if (s->rank == 0 && bytes > 0) memcpy(all, mine, (size_t)bytes);
     if (s->world == 1) return;
     pthread_mutex_lock(&s->in_call);
     uint32_t sequence = ++s->sequence;
@@ -222,17 +235,14 @@ static void star_all_reduce(Star *s, double *x, int n, CommOp op) {
     if (s->world == 1) return;
     double *all = s->rank == 0 ? (double *)host_alloc(sizeof(double) * (size_t)n * (size_t)s->world) : NULL;
     star_gather(s, all, x, (int64_t)sizeof(double) * n);
-    if (s->rank == 0) {
-        memcpy(x, all, sizeof(double) * (size_t)n);
-        for (int r = 1; r < s->world; r++)
-            for (int i = 0; i < n; i++) {
-                double y = all[(int64_t)r * n + i];
-                if (op == COMM_SUM) x[i] += y;
-                else if (isnan(x[i]) || isnan(y)) x[i] = NAN;
-                else if (op == COMM_MAX ? y > x[i] : y < x[i]) x[i] = y;
-            }
-        free(all);
-    }
+    for (int r = 1; s->rank == 0 && r < s->world; r++)
+        for (int i = 0; i < n; i++) {
+            double y = all[(int64_t)r * n + i]; // x itself is rank 0's
+            if (op == COMM_SUM) x[i] += y;
+            else if (isnan(x[i]) || isnan(y)) x[i] = NAN;
+            else if (op == COMM_MAX ? y > x[i] : y < x[i]) x[i] = y;
+        }
+    free(all);
     star_broadcast(s, x, (int64_t)sizeof(double) * n, 0);
 }
 
@@ -247,6 +257,7 @@ static void star_watch(Star *s) {
     if (s->world == 1 || pthread_mutex_trylock(&s->in_call) != 0) return; // an exchange looks for itself
     for (int r = s->rank == 0 ? 1 : 0; r < (s->rank == 0 ? s->world : 1); r++) {
         Frame f;
+        if (socket_host_silent(s->peer[r].fd)) star_lost(s, &s->peer[r], "training", "its host is silent", NULL, 0);
         ssize_t k = recv(s->peer[r].fd, &f, sizeof f, MSG_PEEK | MSG_DONTWAIT); // data that is there belongs to the next exchange
         if (k == 0 || (k < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) star_lost(s, &s->peer[r], "training", k == 0 ? "" : strerror(errno), NULL, 0);
         if (s->rank != 0 && k == (ssize_t)sizeof f && frame_check(&f, &f, s->world) == FRAME_SAYS_LOST) star_lost(s, &s->peer[r], "training", "", NULL, 0);
