@@ -82,8 +82,8 @@ CommWorld comm_start(void) {
     if (!launch_int(mpi_size, 1, LAUNCH_WORLD_MAX, &announced) && !launch_variable("PMI_RANK") && !launch_variable("PMIX_RANK")) {
         const char *other = launch_variable("WORLD_SIZE") ? "WORLD_SIZE" : "SLURM_STEP_NUM_TASKS"; // torchrun and its like; srun
         if (launch_int(other, 1, LAUNCH_WORLD_MAX, &announced) && announced > 1)
-            die(EXIT_CONFIG, "%s = %d is set, but ranks on the CPU talk through MPI, and no MPI launcher started this one: use \"mpirun -n %d ./train_gpt ...\" "
-                "(under Slurm: srun --mpi=pmix), or unset %s to train with one rank", other, announced, announced, other);
+            die(EXIT_CONFIG, "%s = %d is set, but ranks on the CPU talk through MPI, and no MPI launcher started this one: use "
+                "\"mpirun -n %d ./train_gpt ...\" (under Slurm: srun --mpi=pmix), or unset %s to train with one rank", other, announced, announced, other);
         return comm_world;
     }
     int provided;
@@ -97,8 +97,8 @@ CommWorld comm_start(void) {
         char version[MPI_MAX_LIBRARY_VERSION_STRING], shown[128];
         int length = 0;
         MPI_Get_library_version(version, &length);
-        die(EXIT_CONFIG, "the launcher started %d ranks, but MPI sees %d: this mpirun belongs to another MPI than the one that this program was built with (%s); "
-            "use the mpirun of that one", announced, comm_world.world, text_escape(shown, sizeof shown, version, strcspn(version, ",\n")));
+        die(EXIT_CONFIG, "the launcher started %d ranks, but MPI sees %d: this mpirun belongs to another MPI than the one that this program "
+            "was built with (%s); use the mpirun of that one", announced, comm_world.world, text_escape(shown, sizeof shown, version, strcspn(version, ",\n")));
     }
     MPI_Comm host, world;
     MPI_TRY(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, comm_world.rank, MPI_INFO_NULL, &host));
@@ -165,6 +165,12 @@ static void floats_from(float *__restrict to, const char *from, Element e, int64
     else for (int64_t i = 0; i < n; i++) to[i] = fp16_to_float(((const uint16_t *)from)[at + i]);
 }
 
+static void floats_to(char *to, const float *__restrict from, Element e, int64_t at, int64_t n) {
+    if (e == ELEMENT_FP32) memcpy((float *)to + at, from, (size_t)n * 4);
+    else if (e == ELEMENT_BF16) for (int64_t i = 0; i < n; i++) ((uint16_t *)to)[at + i] = float_to_bf16(from[i]);
+    else for (int64_t i = 0; i < n; i++) ((uint16_t *)to)[at + i] = float_to_fp16(from[i]);
+}
+
 static double fold(double a, double b, CommOp op) {
     if (op == COMM_SUM) return a + b;
     if (isnan(a) || isnan(b)) return NAN; // whatever the order of the ranks
@@ -191,7 +197,7 @@ static void add_pieces(char *result, const char *pieces, int ranks, int64_t n, E
             floats_from(next, pieces, e, r * n + at, m);
             for (int64_t i = 0; i < m; i++) sum[i] += next[i];
         }
-        for (int64_t i = 0; i < m; i++) dtype_store(result, (DType)e, at + i, sum[i]);
+        floats_to(result, sum, e, at, m);
     }
 }
 
@@ -230,9 +236,13 @@ static const char *kind_name(Kind k) {
     return k == KIND_ALL_GATHER ? "all_gather" : k == KIND_REDUCE_SCATTER ? "reduce_scatter" : k == KIND_ALL_REDUCE ? "all_reduce" : "broadcast";
 }
 
-static char *own_memory(Collective *c, int64_t bytes) {
+static char *own_memory(Collective *c, int64_t bytes) { // contents undefined: zeroing it would take as long as the exchange
     char **place = &c->own[c->own[0] != NULL];
-    return *place = (char *)host_alloc((size_t)bytes);
+    *place = (char *)malloc((size_t)bytes);
+    if (!*place)
+        die(EXIT_INTERNAL, "out of host memory: %" PRId64 " bytes asked for by %s; lower the bucket sizes of zero_optimization, or the model",
+            bytes, kind_name(c->kind));
+    return *place;
 }
 
 // How MPI is told of a piece: so many elements of *type.
@@ -267,8 +277,10 @@ static void collective_start(Collective *c) {
     Channel *channel = &channels[c->group.channel];
     MPI_Datatype type;
     const int count = piece_count(c, &type);
-    if (c->kind == KIND_BROADCAST) MPI_TRY(MPI_Ibcast(c->group.rank == c->root ? c->sent : c->received, count, type, c->root, channel->comm, &c->request));
-    else if (c->kind == KIND_REDUCE_SCATTER || c->two_halves) MPI_TRY(MPI_Ialltoall(c->sent, count, type, c->received, count, type, channel->comm, &c->request));
+    if (c->kind == KIND_BROADCAST)
+        MPI_TRY(MPI_Ibcast(c->group.rank == c->root ? c->sent : c->received, count, type, c->root, channel->comm, &c->request));
+    else if (c->kind == KIND_REDUCE_SCATTER || c->two_halves)
+        MPI_TRY(MPI_Ialltoall(c->sent, count, type, c->received, count, type, channel->comm, &c->request));
     else gather_start(c, channel->comm);
     if (c->two_halves) c->turn = channel->turns++;
     Collective **last = &in_flight;
@@ -328,7 +340,8 @@ static void collective_hide(Collective *c) {
 static void collective_check_hidden(const Collective *c) {
     for (int i = 0; i < 2; i++)
         CHECK(c->work.range[i].bytes == 0 || memcmp(c->work.range[i].at, c->image[i], (size_t)c->work.range[i].bytes) == 0,
-              "%s on a group of %d: its %s was written before the collective was waited for", kind_name(c->kind), c->group.size, i == 0 ? "argument" : "result");
+              "%s on a group of %d: its %s was written before the collective was waited for", kind_name(c->kind), c->group.size,
+              i == 0 ? "argument" : "result");
 }
 
 static void collective_finish(DeviceWork *w) {
@@ -384,7 +397,10 @@ static void collective_enqueue(Collective *c, Stream s) {
     c->work.range[1] = target;
     c->work.finish = collective_finish;
     device_cpu_order(kind_name(c->kind), s, c->work.range, 2);
-    if (c->two_halves) memcpy(c->sent, c->source, (size_t)c->source_bytes);
+    if (c->two_halves) { // equal pieces: the last ones end in zeros
+        memcpy(c->sent, c->source, (size_t)c->source_bytes);
+        memset(c->sent + c->source_bytes, 0, (size_t)(c->group.size * c->bytes - c->source_bytes));
+    }
     if (DEVICE_STRICT) collective_hide(c);
     collective_start(c);
     device_cpu_enqueue(s, &c->work);
@@ -440,7 +456,7 @@ static void all_reduce(Group g, void *x, int64_t n, Element e, CommOp op, Stream
     c->two_halves = large;
     collective_give(c, device_cpu_address(x), bytes);
     collective_take(c, device_cpu_address(x), bytes);
-    if (large) c->sent = own_memory(c, g.size * c->bytes); // equal pieces: the last ones end in zeros
+    if (large) c->sent = own_memory(c, g.size * c->bytes);
     c->received = own_memory(c, g.size * c->bytes);
     collective_enqueue(c, s);
 }

@@ -192,7 +192,9 @@ static void finish_copies(CpuStream *s, uint64_t until) {
         HostCopy *c = s->first_copy;
         s->first_copy = c->next;
         if (c->to_host) memcpy(c->host, c->bytes_kept, (size_t)c->bytes);
-        else CHECK(memcmp(c->host, c->bytes_kept, (size_t)c->bytes) == 0, "%" PRId64 " bytes of host memory were written before the copy from them was waited for", c->bytes);
+        else
+            CHECK(memcmp(c->host, c->bytes_kept, (size_t)c->bytes) == 0,
+                  "%" PRId64 " bytes of host memory were written before the copy from them was waited for", c->bytes);
         free(c->bytes_kept);
         free(c);
     }
@@ -373,7 +375,8 @@ static void host_copy_keep(CpuStream *s, void *host, int64_t bytes, bool to_host
 void device_copy(void *dst, const void *src, int64_t bytes, CopyKind kind, Stream s) {
     CpuStream *stream = (CpuStream *)s;
     if (bytes <= 0) return;
-    CHECK((kind == COPY_TO_HOST ? device_cpu_is_host(dst) : device_cpu_is_device(dst)) && (kind == COPY_TO_DEVICE ? device_cpu_is_host(src) : device_cpu_is_device(src)),
+    CHECK((kind == COPY_TO_HOST ? device_cpu_is_host(dst) : device_cpu_is_device(dst)) &&
+              (kind == COPY_TO_DEVICE ? device_cpu_is_host(src) : device_cpu_is_device(src)),
           "device_copy: copy kind %d, but the target is at %p and the source at %p", (int)kind, dst, src);
     void *to = device_cpu_touch("device_copy", s, dst, bytes, true);
     const void *from = device_cpu_touch("device_copy", s, src, bytes, false);

@@ -50,7 +50,8 @@ static void race_touch(RaceClock *clock, int stream, const char *name, const voi
         const bool overlap = old.at < now.at + now.bytes && now.at < old.at + old.bytes;
         CHECK(!overlap || (!old.written && !now.written) || clock->at[old.stream] >= old.tick,
               "missing wait: %s %s memory that %s %s on another stream, and nothing orders the two (%" PRId64 " and %" PRId64 " bytes at %p and %p)",
-              now.name, now.written ? "writes" : "reads", old.name, old.written ? "writes" : "reads", now.bytes, old.bytes, (const void *)now.at, (const void *)old.at);
+              now.name, now.written ? "writes" : "reads", old.name, old.written ? "writes" : "reads", now.bytes, old.bytes,
+              (const void *)now.at, (const void *)old.at);
         // Whoever is ordered behind this access is ordered behind an older one below it, which need not be kept.
         const bool superseded = race_covers(&now, &old) && (now.written || (old.stream == stream && !old.written));
         if (!superseded) race_access[kept++] = old;

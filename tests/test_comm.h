@@ -531,7 +531,8 @@ static void test_forgotten_wait(Test *t) {
             const float *seen = (const float *)device_cpu_address(full.at);
             const bool given = kind == 3 && g.rank == 0; // a broadcast changes nothing where it starts
             for (int64_t i = 0; i < whole; i++)
-                expect_true(t, given || (kind == 1 && (i < mine || i >= mine + n)) ? seen[i] == 1 : isnan(seen[i]), "kind %d, element %" PRId64 " of %" PRId64 " reads %g before the wait", kind, i, n, (double)seen[i]);
+                expect_true(t, given || (kind == 1 && (i < mine || i >= mine + n)) ? seen[i] == 1 : isnan(seen[i]),
+                            "kind %d, element %" PRId64 " of %" PRId64 " reads %g before the wait", kind, i, n, (double)seen[i]);
             stream_sync(s);
             const float want = kind == 1 || kind == 2 ? (float)g.size : 1;
             for (int64_t i = kind == 1 ? mine : 0; i < (kind == 1 ? mine + n : whole); i++)
@@ -575,7 +576,8 @@ static void strict_host_writes_early(void *p) {
 
 static void test_missing_waits(Test *t) {
     Group g = comm_world_group();
-    Strict s = {stream_create(), stream_create(), stream_create(), event_create(), tensor_none(), tensor_none(), tensor_none(), tensor_none(), (float *)host_alloc(STRICT_ELEMENTS * 4)};
+    Strict s = {stream_create(), stream_create(), stream_create(), event_create(), tensor_none(), tensor_none(), tensor_none(), tensor_none(),
+                (float *)host_alloc(STRICT_ELEMENTS * 4)};
     const int64_t n = STRICT_ELEMENTS;
     s.w = tensor1(device_malloc(n * 4), DTYPE_FP32, n);
     s.x = tensor1(device_malloc(n * g.size * 4), DTYPE_FP32, n);

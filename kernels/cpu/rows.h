@@ -36,8 +36,12 @@ static inline void *kernel_address(const char *kernel, Stream s, bool written, v
     return device_cpu_touch(kernel, s, at, bytes, written);
 #endif
 }
-static inline void kernel_argument(const char *kernel, Stream s, bool written, Tensor &t) { t.data = kernel_address(kernel, s, written, t.data, tensor_bytes(t)); }
-template <class T> static inline void kernel_argument(const char *kernel, Stream s, bool written, T *&p) { p = (T *)kernel_address(kernel, s, written, (void *)p, sizeof(T)); }
+static inline void kernel_argument(const char *kernel, Stream s, bool written, Tensor &t) {
+    t.data = kernel_address(kernel, s, written, t.data, tensor_bytes(t));
+}
+template <class T> static inline void kernel_argument(const char *kernel, Stream s, bool written, T *&p) { // an array: its first element stands for it
+    p = (T *)kernel_address(kernel, s, written, (void *)p, sizeof(T));
+}
 template <class... Arguments> static inline void kernel_arguments(const char *kernel, Stream s, bool written, Arguments &...argument) {
     (kernel_argument(kernel, s, written, argument), ...);
 }
