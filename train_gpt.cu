@@ -24,6 +24,8 @@
 #include "optimizer.cu"         // update rules, schedules, loss scaling, clipping
 #include "checkpoint.cu"        // save and resume
 #include "huggingface.cu"       // import and export of model folders
+#include <omp.h>
+#include <sched.h>
 #include <signal.h>
 
 typedef struct {
@@ -84,6 +86,16 @@ static void signals_install(void) {
 static void descriptors_ensure(void) {
     for (int fd = 0; fd < 3; fd++)
         if (fcntl(fd, F_GETFD) < 0 && errno == EBADF && open("/dev/null", O_RDWR) != fd) _exit(EXIT_INTERNAL);
+}
+
+// mpirun ties each rank to one core unless it is told otherwise. That suits the CPU backend, where a rank computes on its
+// core; a rank with a GPU has host work (initial weights, data, checkpoints) for its share of all cores.
+static void cores_take_share(CommWorld world) {
+    if (!KERNELS_ON_GPU || !getenv("OMPI_COMM_WORLD_SIZE")) return;
+    cpu_set_t all;
+    memset(&all, 0xff, sizeof all); // the kernel keeps those that this process may use
+    if (sched_setaffinity(0, sizeof all, &all) != 0 || sched_getaffinity(0, sizeof all, &all) != 0) return;
+    if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads((int)max_i64(1, CPU_COUNT(&all) / world.local_world));
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -644,6 +656,7 @@ int main(int argc, char **argv) {
     signals_install();
     CommWorld world = comm_start();
     message_rank = world.rank;
+    cores_take_share(world);
     Config *cfg = config_load(argc, argv); // JSON to structs, or the list of what is wrong and exit 2
     if (cfg->world != world.world)
         die_alike(EXIT_CONFIG, "the launcher started %" PRId64 " ranks, but this binary was built without MPI or NCCL and runs one; install them (make install-deps), build again, or start one process", cfg->world);

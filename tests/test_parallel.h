@@ -103,7 +103,7 @@ static void test_buckets(Test *t) {
         int64_t n;
         float *want_weights = parallel_run(c, test_grid(), want, &n, NULL, NULL);
         static const int64_t sizes[] = {0, 1, 1000, 20000, 500000000};
-        for (int k = 0; k < 5 * 6; k++) {
+        for (int k = 0; k < 5 * 6; k += KERNELS_ON_GPU ? 3 : 1) { // making NCCL's channels takes most of a second
             Config v = *c;
             int64_t size = sizes[k % 5];
             const char *what = "";
