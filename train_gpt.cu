@@ -258,6 +258,7 @@ static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     GridAxes axes = {1, world.world, 1, 1};
     trainer_resolve_model(cfg);
     device_init(world.local_rank);
+    config_fit_device(cfg, device_info().compute_capability);
     trainer_init_core(t, cfg, grid_make(world.rank, axes), !reads, reads ? 1 : cfg->batch.train_micro_batch_size_per_gpu);
     tokenizer_open(&t->tokenizer, cfg->data.tokenizer, cfg->model.vocab_size);
     t->metrics.log_fd = -1;
@@ -567,6 +568,8 @@ static bool trainer_load(Trainer *t) {
     comm_host_broadcast(&s, sizeof s, 0);
     if (t->has_train && s.data_fingerprint != t->train.fingerprint)
         die_alike(EXIT_DATA, "train_gpt.data.train: the files are not those that checkpoint %s was trained on; resume with the same files, or --export the model and start a new run with model.init_from", name);
+    if (cfg->scheduler.last_batch_iteration != -1)
+        die_alike(EXIT_CONFIG, "scheduler.params.last_batch_iteration = %" PRId64 ": a checkpoint was loaded, and it knows where the schedule is; remove the key, or say run.resume=none", cfg->scheduler.last_batch_iteration);
     t->step = s.step;
     t->tokens = s.tokens;
     t->samples = s.data_samples;

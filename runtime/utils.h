@@ -56,7 +56,10 @@ static inline const char *text_escape(char *dst, size_t room, const char *src, s
             n = (c >= 0xc2 && c <= 0xdf) ? 2 : (c >= 0xe0 && c <= 0xef) ? 3 : (c >= 0xf0 && c <= 0xf4) ? 4 : 0;
             if (n > length - i) n = 0;
             for (size_t k = 1; k < n; k++) if (((unsigned char)src[i + k] & 0xc0) != 0x80) { n = 0; break; }
-            if (n == 2 && c == 0xc2 && (unsigned char)src[i + 1] < 0xa0) n = 0; // C1 controls drive terminals too
+            unsigned char second = n > 1 ? (unsigned char)src[i + 1] : 0;
+            if (c == 0xc2 && second < 0xa0) n = 0;                                           // C1 controls drive terminals too
+            if ((c == 0xe0 && second < 0xa0) || (c == 0xf0 && second < 0x90)) n = 0;         // longer than need be
+            if ((c == 0xed && second > 0x9f) || (c == 0xf4 && second > 0x8f)) n = 0;         // surrogates; beyond Unicode
         }
         if (o + (n ? n : 4) + 4 > room) { // keep room for the dots and the final zero
             if (room >= 4) { memcpy(dst + o, "...", 3); o += 3; }
