@@ -31,10 +31,10 @@ typedef struct {
 static Star star;
 static Channel channels[CHANNELS_MAX]; // channel 0 stays free: it is what groups of one rank carry
 static bool batch;
-static pthread_mutex_t channels_lock = PTHREAD_MUTEX_INITIALIZER; // the watch reads what groups come and go
-static pthread_cond_t watch_wakes = PTHREAD_COND_INITIALIZER;
-static pthread_t watch_thread;
-static bool watch_runs;
+static pthread_mutex_t channels_lock = PTHREAD_MUTEX_INITIALIZER; // the helper reads what groups come and go
+static pthread_cond_t helper_wakes = PTHREAD_COND_INITIALIZER;
+static pthread_t helper_thread;
+static bool helper_runs;
 
 // ---------------------------------------------------------------------------------------------------------------
 // Errors
@@ -45,9 +45,9 @@ __attribute__((noreturn)) static void nccl_failed(ncclResult_t result, const Cha
     size_t length = last ? strlen(last) : 0;
     while (length && (last[length - 1] == '\n' || last[length - 1] == ' ')) length--;
     text_escape(text, sizeof text, last ? last : "", length);
-    if (c) snprintf(where, sizeof where, " as rank %d of a group of %d", c->rank, c->size);
+    if (c) snprintf(where, sizeof where, " (place %d in a group of %d)", c->rank, c->size);
     int code = result == ncclInvalidUsage ? EXIT_CONFIG : result == ncclInvalidArgument ? EXIT_INTERNAL : EXIT_PEER;
-    die(code, "rank %d%s: NCCL's %s failed: %s%s%s; NCCL_DEBUG=WARN shows more", star.rank, where, call, ncclGetErrorString(result), length ? ": " : "", text);
+    die(code, "NCCL's %s failed%s: %s%s%s; NCCL_DEBUG=WARN shows more", call, where, ncclGetErrorString(result), length ? ": " : "", text);
 }
 
 // Waits until what `call` has begun on the channel is under way, and its stream may be used again.
@@ -56,8 +56,8 @@ static void nccl_settle(ncclResult_t result, const Channel *c, const char *call,
     while (result == ncclInProgress) {
         double waited = clock_seconds() - start;
         if (waited > limit_s)
-            die(EXIT_PEER, "rank %d as rank %d of a group of %d: NCCL's %s did not get through within %.0f s: another rank hangs or was not started; NCCL_DEBUG=INFO shows which",
-                star.rank, c->rank, c->size, call, limit_s);
+            die(EXIT_PEER, "NCCL's %s (place %d in a group of %d) did not get through within %.0f s: another rank hangs, or the network between the GPUs does not work; NCCL_DEBUG=INFO shows more",
+                call, c->rank, c->size, limit_s);
         if (waited < 1e-3) sched_yield(); // the usual case: tens of microseconds
         else {
             struct timespec pause = {0, 100000};
@@ -77,11 +77,11 @@ static void nccl_enqueued(ncclResult_t result, Channel *c, const char *call) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The watch
+// The helper thread
 
-static void *watch(void *) {
+static void *helper(void *) {
     pthread_mutex_lock(&channels_lock);
-    while (watch_runs) {
+    while (helper_runs) {
         for (int i = 1; i < CHANNELS_MAX; i++) {
             ncclResult_t error = ncclSuccess;
             if (!channels[i].comm) continue;
@@ -93,32 +93,46 @@ static void *watch(void *) {
         struct timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
         until.tv_sec++;
-        pthread_cond_timedwait(&watch_wakes, &channels_lock, &until);
+        pthread_cond_timedwait(&helper_wakes, &channels_lock, &until);
     }
     pthread_mutex_unlock(&channels_lock);
     return NULL;
 }
 
-static void watch_start(void) {
+static void helper_start(void) {
     sigset_t all, before;
-    watch_runs = true;
+    helper_runs = true;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before); // signals are the main thread's business
-    int error = pthread_create(&watch_thread, NULL, watch, NULL);
+    int error = pthread_create(&helper_thread, NULL, helper, NULL);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (error) die(EXIT_CONFIG, "rank %d cannot make a thread: %s; raise the limit on processes (ulimit -u)", star.rank, strerror(error));
+    if (error) die(EXIT_CONFIG, "cannot make a thread: %s; raise the limit on processes (ulimit -u)", strerror(error));
 }
 
-static void watch_stop(void) {
+static void helper_stop(void) {
     pthread_mutex_lock(&channels_lock);
-    watch_runs = false;
-    pthread_cond_signal(&watch_wakes);
+    helper_runs = false;
+    pthread_cond_signal(&helper_wakes);
     pthread_mutex_unlock(&channels_lock);
-    pthread_join(watch_thread, NULL);
+    pthread_join(helper_thread, NULL);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Start and end
+
+// Ends all ranks when one has no GPU of its own; the first of them tells.
+static void require_gpu(CommWorld w) {
+    int n_gpus = 0;
+    bool missing = cudaGetDeviceCount(&n_gpus) == cudaSuccess && w.local_rank >= n_gpus; // other errors: device_init explains them
+    double first = missing ? w.rank : w.world;
+    star_all_reduce(&star, &first, 1, COMM_MIN);
+    if (first == w.world) return;
+    if (first == w.rank)
+        die(EXIT_CONFIG, "local rank %d of %d on this host, which shows %d GPU%s; start at most one rank a GPU, and let every rank see all GPUs of its host (CUDA_VISIBLE_DEVICES; with Slurm --gpus-per-node, not --gpus-per-task)",
+            w.local_rank, w.local_world, n_gpus, n_gpus == 1 ? "" : "s");
+    usleep(500000); // as in die_alike
+    _exit(EXIT_CONFIG);
+}
 
 CommWorld comm_start(void) {
     Launch launch = launch_read();
@@ -127,15 +141,12 @@ CommWorld comm_start(void) {
     setenv("NCCL_NVLS_ENABLE", "0", 0);
     rendezvous(&star, &launch, START_SECONDS);
     CommWorld w = {star.rank, star.world, star.local_rank, star.local_world};
-    int n_gpus = 0;
     if (w.world == 1) return w;
-    if (cudaGetDeviceCount(&n_gpus) == cudaSuccess && w.local_rank >= n_gpus) // other errors: device_init explains them
-        die(EXIT_CONFIG, "rank %d has local rank %d of %d on its host, which shows it %d GPU%s; start at most one rank a GPU, and let every rank see all GPUs of its host (CUDA_VISIBLE_DEVICES; with Slurm --gpus-per-node, not --gpus-per-task)",
-            w.rank, w.local_rank, w.local_world, n_gpus, n_gpus == 1 ? "" : "s");
+    require_gpu(w);
     int version = 0;
     if (w.rank == 0 && ncclGetVersion(&version) == ncclSuccess)
         note("%d ranks on %d host%s, started by %s; NCCL %d.%d.%d", w.world, star.n_hosts, star.n_hosts == 1 ? "" : "s", launch.launcher, version / 10000, version / 100 % 100, version % 100);
-    watch_start();
+    helper_start();
     return w;
 }
 
@@ -154,7 +165,7 @@ void comm_finish(void) {
     if (star.world > 1) {
         for (int i = 1; i < CHANNELS_MAX; i++)
             if (channels[i].comm) channel_free(&channels[i]);
-        watch_stop();
+        helper_stop();
         star_barrier(&star); // behind it nobody watches any more, and connections may close
     }
     star_close(&star);

@@ -13,7 +13,8 @@
 // Invariants (star.h's hold as well):
 //  1. Whoever does not say a right Hello within STRANGER_SECONDS is dropped, at most STRANGERS_MAX of them are held at a time,
 //     and the others wait in the listener's queue. Strangers never end a start.
-//  2. A mistake of the start (a rank twice, different worlds, a rank that does not come) ends all ranks with one text.
+//  2. A mistake of the start (a rank twice, different worlds, a rank that does not come) ends all ranks with one exit code;
+//     rank 0 tells why, and so does a rank that it did not take in.
 //  3. Nothing listens any more once all ranks are in.
 #pragma once
 #include "launch.h"
@@ -427,8 +428,7 @@ static int call_rank_0(const Launch *l, const Hello *hello, double deadline, dou
         nanosleep(&sleep, NULL);
     }
     if (name_error) die(EXIT_CONFIG, "MASTER_ADDR = \"%s\": no such host (%s); give the name or number of rank 0's host", shown, gai_strerror(name_error));
-    die(EXIT_PEER, "rank %d of %d: rank 0 was not reached at %s, port %d%s within %.0f s: %s; did it start, and is MASTER_ADDR its host?", l->rank, l->world, shown, l->port,
-        l->n_ports > 1 ? " and the next ones," : "", limit_s, why);
+    die(EXIT_PEER, "rank 0 was not reached at %s, port %d%s within %.0f s: %s; did it start, and is MASTER_ADDR its host?", shown, l->port, l->n_ports > 1 ? " and the next ones," : "", limit_s, why);
 }
 
 static void rendezvous_call(Star *star, const Launch *l, double limit_s) {
@@ -441,8 +441,8 @@ static void rendezvous_call(Star *star, const Launch *l, double limit_s) {
     // rank 0 decides within its own limit, which began at another time than ours
     const char *why = socket_exactly(zero->fd, bytes, sizeof bytes, false, clock_seconds() + limit_s + 2 * ANSWER_SECONDS);
     if (!why && !answer_parse(bytes, &answer)) why = "its answer makes no sense";
-    if (why) die(EXIT_PEER, "rank %d of %d: rank 0 is lost during the start: %s", l->rank, l->world, why[0] ? why : "it closed the connection");
-    if (answer.code == ANSWER_REFUSED) die(answer.exit_code, "%s", answer.text);
+    if (why) die(EXIT_PEER, "rank 0 is lost during the start: %s", why[0] ? why : "it closed the connection");
+    if (answer.code == ANSWER_REFUSED) die_alike(answer.exit_code, "%s", answer.text);
     star->local_rank = answer.local_rank;
     star->local_world = answer.local_world;
     star->n_hosts = answer.n_hosts;
@@ -452,7 +452,7 @@ static void rendezvous_call(Star *star, const Launch *l, double limit_s) {
 // within limit_s seconds. One rank: no sockets.
 static void rendezvous(Star *star, const Launch *l, double limit_s) {
     memset(star, 0, sizeof *star);
-    star->rank = l->rank;
+    star->rank = message_rank = l->rank;
     star->world = l->world;
     star->local_world = star->n_hosts = 1;
     star->call_seconds = CALL_SECONDS;

@@ -125,6 +125,12 @@ static void expect_refused(Test *t, const char *what, const RankRun *run, int co
     if (!newline || newline[1]) test_fail(t, "%s: not one line on stderr: \"%.300s\"", what, run->text);
 }
 
+// Rank 0 has told, and this rank followed: the code, and no words.
+static void expect_followed(Test *t, const char *what, const RankRun *run, int code) {
+    expect_code(t, what, run, code);
+    expect_equal_text(t, what, run->text, "");
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Exchanges
 
@@ -393,13 +399,14 @@ static void test_missing_ranks(Test *t) {
     tasks_make(task, 8, free_port(), 1, NULL, NULL); // only ranks 0, 1, 3 come
     task[2] = task[3];
     run_ranks(task, 3, NULL, 0, run);
+    expect_refused(t, "rank 0 without some others", &run[0], EXIT_PEER, "5 of 8 ranks did not come", "2, 4-7", NULL);
     for (int i = 0; i < 3; i++) {
-        expect_refused(t, "a rank that waits for others", &run[i], EXIT_PEER, "5 of 8 ranks did not come", "2, 4-7", NULL);
+        if (i > 0) expect_followed(t, "a rank that waits for others", &run[i], EXIT_PEER);
         expect_true(t, run[i].seconds > 0.9 && run[i].seconds < 3, "it took %.2f s", run[i].seconds);
     }
     tasks_make(task, 2, free_port(), 1, NULL, NULL); // rank 0 does not come
     run_ranks(task + 1, 1, NULL, 0, run);
-    expect_refused(t, "a rank without rank 0", &run[0], EXIT_PEER, "rank 1 of 2: rank 0 was not reached at 127.0.0.1", "Connection refused", "MASTER_ADDR");
+    expect_refused(t, "a rank without rank 0", &run[0], EXIT_PEER, "error: rank 1: rank 0 was not reached at 127.0.0.1", "Connection refused", "MASTER_ADDR");
     expect_true(t, run[0].seconds > 0.4 && run[0].seconds < 3, "it took %.2f s", run[0].seconds);
 
     int port = free_port(), fd; // one comes and goes
@@ -416,7 +423,8 @@ static void test_missing_ranks(Test *t) {
     rank_start(&run[1], &task[1]);
     for (int i = 0; i < 2; i++) {
         rank_wait(&run[i], start);
-        expect_refused(t, "a rank whose peer left", &run[i], EXIT_PEER, "1 of 3 ranks did not come", "rank 2 came and left", h.host);
+        if (i == 0) expect_refused(t, "rank 0 whose peer left", &run[i], EXIT_PEER, "1 of 3 ranks did not come", "rank 2 came and left", h.host);
+        else expect_followed(t, "a rank whose peer left", &run[i], EXIT_PEER);
     }
     // rank 0 dies while the others wait
     tasks_make(task, 3, free_port(), 10, NULL, NULL);
@@ -505,7 +513,8 @@ static void test_contradictions(Test *t) {
     snprintf(first, sizeof first, "process %d", (int)run[1].pid);
     snprintf(second, sizeof second, "process %d", (int)run[2].pid);
     for (int i = 0; i < 3; i++) {
-        expect_refused(t, "a rank that is there twice", &run[i], EXIT_CONFIG, "rank 1 is claimed by two processes", first, second);
+        if (i == 1) expect_followed(t, "the first of two", &run[i], EXIT_CONFIG);
+        else expect_refused(t, "rank 0, and the second of two", &run[i], EXIT_CONFIG, "rank 1 is claimed by two processes", first, second);
         expect_true(t, run[i].seconds < 3, "it took %.2f s", run[i].seconds);
     }
     int port = free_port(), fd; // rank 0 twice; the second one is on another host, or it would have found the port taken
@@ -527,7 +536,10 @@ static void test_contradictions(Test *t) {
     tasks_make(task, 3, free_port(), 10, NULL, NULL); // one GPU for two
     for (int r = 0; r < 3; r++) task[r].launch.local_rank = r == 2 ? 0 : r;
     run_ranks(task, 3, NULL, 0.05, run);
-    for (int i = 0; i < 3; i++) expect_refused(t, "a local rank twice", &run[i], EXIT_CONFIG, "ranks 0 and 2 on host ", "local rank 0", NULL);
+    for (int i = 0; i < 3; i++) {
+        if (i == 1) expect_followed(t, "a rank with its own local rank", &run[i], EXIT_CONFIG);
+        else expect_refused(t, "a local rank twice", &run[i], EXIT_CONFIG, "ranks 0 and 2 on host ", "local rank 0", NULL);
+    }
 
     tasks_make(task, 2, free_port(), 1, NULL, NULL); // a host that does not exist; .invalid is reserved for that
     strcpy(task[1].launch.address, "no-such-host.invalid");
@@ -602,9 +614,10 @@ static void test_losses(Test *t) {
             if (r == 2) kill(run[r].pid, SIGKILL);
             rank_wait(&run[r], start);
             if (r == 2) continue;
-            expect_refused(t, loss_name[k], &run[r], EXIT_PEER, "rank 2", "lost", NULL);
+            if (r == 0) expect_refused(t, loss_name[k], &run[r], EXIT_PEER, "error: rank 2 (host ", "is lost: ", "process ");
+            else expect_followed(t, loss_name[k], &run[r], EXIT_PEER);
             double took = start + run[r].seconds - c->at;
-            expect_true(t, took < (k == LOSS_SILENCE ? 2.5 : 1), "%s: rank %d ended %.2f s after it", loss_name[k], r, took);
+            expect_true(t, took < (k == LOSS_SILENCE ? 2.5 : 1), "%s: rank %d ended %.2f s after it", loss_name[k], r, took); // half a second of it is for rank 0's words
         }
         munmap(c, sizeof(LossCase));
     }
