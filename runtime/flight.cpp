@@ -30,7 +30,7 @@ static Flight *map_file(const char *path, char *why, size_t room) {
     return map == MAP_FAILED ? NULL : (Flight *)map;
 }
 
-Flight *flight_open(const char *dir, int rank, int world, const uint8_t nonce[16], const char *host) {
+Flight *flight_open(const char *dir, int rank, int world, uint64_t job, const char *host) {
     Flight *f = NULL;
     if (dir) {
         char path[4096 + 64], old[4096 + 64], shown[4096], why[128] = "";
@@ -64,7 +64,7 @@ Flight *flight_open(const char *dir, int rank, int world, const uint8_t nonce[16
     h->rank = rank;
     h->world = world;
     h->pid = getpid();
-    memcpy(h->nonce, nonce, sizeof h->nonce);
+    h->job = job;
     h->start_wall_ns = clock_ns(CLOCK_REALTIME);
     h->start_ns = h->progress_ns = clock_ns(CLOCK_MONOTONIC);
     snprintf(h->host, sizeof h->host, "%s", host);
@@ -72,7 +72,7 @@ Flight *flight_open(const char *dir, int rank, int world, const uint8_t nonce[16
     return f;
 }
 
-const FlightHeader *flight_watch(const char *dir, int rank, const uint8_t nonce[16], const char *host) {
+const FlightHeader *flight_watch(const char *dir, int rank, uint64_t job, const char *host) {
     char path[4096 + 64];
     struct stat st;
     snprintf(path, sizeof path, "%s/rank-%d", dir, rank);
@@ -83,7 +83,7 @@ const FlightHeader *flight_watch(const char *dir, int rank, const uint8_t nonce[
     close(fd);
     if (map == MAP_FAILED) return NULL;
     const FlightHeader *h = (const FlightHeader *)map;
-    if (memcmp(h->magic, FLIGHT_MAGIC, sizeof h->magic) == 0 && memcmp(h->nonce, nonce, sizeof h->nonce) == 0 && h->rank == rank && strncmp(h->host, host, sizeof h->host) == 0) return h;
+    if (memcmp(h->magic, FLIGHT_MAGIC, sizeof h->magic) == 0 && h->job == job && h->rank == rank && strncmp(h->host, host, sizeof h->host) == 0) return h;
     munmap(map, FLIGHT_HEADER_BYTES);
     return NULL;
 }
@@ -257,7 +257,7 @@ static int print_job(const char *dir, const char *suffix, const char *title) {
     int strange = 0;
     for (int r = at; r < world; r++) {
         Flight *f = read_ring(dir, r, suffix);
-        if (f && memcmp(f->h.nonce, first->h.nonce, sizeof f->h.nonce) != 0) { strange++; free(f); }
+        if (f && f->h.job != first->h.job) { strange++; free(f); }
         else if (f) ring[n++] = f;
     }
     printf("%s: %d of %d ranks\n", title, n, world);

@@ -40,7 +40,7 @@ typedef struct {
     char magic[8];
     uint32_t version, records;
     int32_t rank, world, pid, unused;
-    uint8_t nonce[16];           // equal in all ranks of one job
+    uint64_t job;                // WatchAddress.job
     int64_t start_wall_ns;       // CLOCK_REALTIME and CLOCK_MONOTONIC of the same instant
     int64_t start_ns;
     char host[FLIGHT_HOST];
@@ -75,7 +75,7 @@ static inline const char *watch_op_name(uint32_t op) {
 }
 
 // Maps the ring of a rank, fresh. Without a folder, or when it cannot be made (then with a note), in memory.
-Flight *flight_open(const char *dir, int rank, int world, const uint8_t nonce[16], const char *host);
+Flight *flight_open(const char *dir, int rank, int world, uint64_t job, const char *host);
 // Maps another rank's header, to be read after that rank's death. Null unless it belongs to the same job on this host:
 // another host's file would show what had been written back, not what was stored.
-const FlightHeader *flight_watch(const char *dir, int rank, const uint8_t nonce[16], const char *host);
+const FlightHeader *flight_watch(const char *dir, int rank, uint64_t job, const char *host);

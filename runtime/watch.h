@@ -52,7 +52,8 @@ typedef struct {
 
 // How to reach the hub. Plain bytes, to be broadcast.
 typedef struct {
-    uint8_t nonce[16]; // proves that a connection belongs to this job
+    uint8_t nonce[16]; // proves that a connection belongs to this job; a secret
+    uint64_t job;      // names this start of the job; no secret, stands in the flight recorders
     uint16_t port, n;
     struct { uint8_t family, bytes[16]; } addr[8]; // 4 or 6
 } WatchAddress;

@@ -9,12 +9,14 @@
 // (FREEZE) when all others are gone, as a launcher would do.
 #include "../runtime/watch.h"
 
+#include <arpa/inet.h>
 #include <dirent.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/ptrace.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #ifdef WITH_MPI
 #define OMPI_SKIP_MPICXX 1
@@ -26,18 +28,18 @@ enum { MAX_RANKS = 64 };
 typedef struct {
     WatchAddress address;
     int32_t address_ready, started, in_loop;
-    int64_t fault_ns, steps, lateness;
+    int64_t fault_ns, steps, lateness, last_step;
     int64_t arrived[MAX_RANKS]; // at the barrier, times
 } Shared;
 
 typedef struct {
     int ranks, steps, work_ms, evaluate_ms;
     const char *flight, *fault, *signal, *netns, *command;
-    int target, at_step, after_ms, cont_ms, times, late_ms, claim, gpu;
+    int target, at_step, after_ms, cont_ms, times, late_ms, late_end_ms, claim, gpu, blink;
     double silent, floor, ceiling, first, start, end;
 } Settings;
 
-static Settings o = {0, 100, 2, 0, NULL, "", "", "", "", -1, 10, 200, 2000, 1, 0, -1, 0, 5, 10, 1800, 300, 60, 60};
+static Settings o = {0, 100, 2, 0, NULL, "", "", "", "", -1, 10, 200, 2000, 1, 0, 0, -1, 0, 0, 5, 10, 1800, 300, 60, 60};
 static Shared *shared;
 static int rank, world;
 
@@ -56,7 +58,7 @@ static void setting(const char *arg) {
     static const struct { const char *name; void *at; char type; } row[] = {
         {"ranks", &o.ranks, 'i'}, {"steps", &o.steps, 'i'}, {"work_ms", &o.work_ms, 'i'}, {"evaluate_ms", &o.evaluate_ms, 'i'}, {"flight", &o.flight, 's'}, {"fault", &o.fault, 's'},
         {"signal", &o.signal, 's'}, {"netns", &o.netns, 's'}, {"command", &o.command, 's'}, {"target", &o.target, 'i'}, {"at_step", &o.at_step, 'i'}, {"after_ms", &o.after_ms, 'i'},
-        {"cont_ms", &o.cont_ms, 'i'}, {"times", &o.times, 'i'}, {"late_ms", &o.late_ms, 'i'}, {"claim", &o.claim, 'i'}, {"gpu", &o.gpu, 'i'}, {"silent", &o.silent, 'd'}, {"floor", &o.floor, 'd'},
+        {"cont_ms", &o.cont_ms, 'i'}, {"times", &o.times, 'i'}, {"late_ms", &o.late_ms, 'i'}, {"late_end_ms", &o.late_end_ms, 'i'}, {"claim", &o.claim, 'i'}, {"gpu", &o.gpu, 'i'}, {"blink", &o.blink, 'i'}, {"silent", &o.silent, 'd'}, {"floor", &o.floor, 'd'},
         {"ceiling", &o.ceiling, 'd'}, {"first", &o.first, 'd'}, {"start", &o.start, 'd'}, {"end", &o.end, 'd'},
     };
     for (size_t i = 0; i < sizeof row / sizeof row[0]; i++) {
@@ -100,19 +102,41 @@ static void all_reduce(void) {
 
 static volatile int *volatile nowhere = NULL;
 
-static void fault_now(void) {
+// Bytes that are no frame, on this rank's connection to the hub.
+static void send_garbage(int port) {
+    for (int fd = 3; fd < 64; fd++) {
+        struct sockaddr_in a;
+        socklen_t n = sizeof a;
+        char rubbish[256];
+        memset(rubbish, 0xee, sizeof rubbish);
+        if (getpeername(fd, (struct sockaddr *)&a, &n) == 0 && a.sin_family == AF_INET && ntohs(a.sin_port) == port && send(fd, rubbish, sizeof rubbish, 0) < 0) perror("send");
+    }
+}
+
+static void fault_now(int port) {
     if (shared) __atomic_store_n(&shared->fault_ns, now_ns(), __ATOMIC_RELEASE);
-    if (is(o.fault, "kill")) raise(SIGKILL);
+    else sleep_ms(30); // the test's other half learns the process numbers from files
+    if (is(o.fault, "kill") || is(o.fault, "kill_inside")) raise(SIGKILL);
     if (is(o.fault, "stop")) raise(SIGSTOP);
-    if (is(o.fault, "loop")) for (volatile bool on = true; on;) sleep_ms(1);
+    if (is(o.fault, "loop") || is(o.fault, "network") || is(o.fault, "order") || is(o.fault, "stuck_evaluation")) for (volatile bool on = true; on;) sleep_ms(1);
     if (is(o.fault, "segv")) *nowhere = 1;
     if (is(o.fault, "abort")) abort();
     if (is(o.fault, "exit")) _exit(0);
+    if (is(o.fault, "garbage")) send_garbage(port);
     if (is(o.fault, "die")) {
         watch_last_words(EXIT_IO, "cannot write shard 7: No space left on device");
         die(EXIT_IO, "cannot write shard 7: No space left on device");
     }
 }
+
+// Faults that strike before the collective of their step; the others have a place of their own.
+static bool at_start_of_step(void) {
+    static const char *const name[] = {"kill", "stop", "loop", "segv", "abort", "exit", "die", "garbage"};
+    for (size_t i = 0; i < sizeof name / sizeof name[0]; i++) if (is(o.fault, name[i])) return true;
+    return false;
+}
+
+static void on_stop(int) {}
 
 static int run_rank(void) {
     if (o.netns[0]) { // a comma-separated list: one name for each rank, by turns
@@ -127,10 +151,12 @@ static int run_rank(void) {
         close(fd);
     }
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGTERM, on_stop); // as the trainer does: a launcher that winds the job up must be able to wait for us
+    const char *mpi_rank = getenv("OMPI_COMM_WORLD_RANK");
+    if (is(o.fault, "before_init") && mpi_rank && atoi(mpi_rank) == o.target) sleep_ms(100000);
     watch_arm(o.start);
 #ifdef WITH_MPI
     if (!shared) {
-        if (is(o.fault, "before_init") && getenv("OMPI_COMM_WORLD_RANK") && atoi(getenv("OMPI_COMM_WORLD_RANK")) == o.target) sleep_ms(100000);
         MPI_Init(NULL, NULL);
         MPI_Comm_rank(MPI_COMM_WORLD, &rank);
         MPI_Comm_size(MPI_COMM_WORLD, &world);
@@ -166,21 +192,31 @@ static int run_rank(void) {
     int channel = watch_channel_open(7, o.gpu ? &counter : NULL);
     int stragglers = 0;
     watch_announce(WATCH_LOAD, 5);
-    for (int step = 0; step < o.steps; step++) {
+    for (int step = 0; step < (shared ? __atomic_load_n(&shared->last_step, __ATOMIC_ACQUIRE) : o.steps); step++) {
         if (o.evaluate_ms && step == o.steps / 2) {
             watch_announce(WATCH_EVALUATE, 1e-3 * o.evaluate_ms + 1);
             sleep_ms(o.evaluate_ms);
         }
+        if (at_fault && is(o.fault, "stuck_evaluation") && step == o.at_step) {
+            watch_announce(WATCH_EVALUATE, 3);
+            fault_now(0);
+        }
         watch_progress(step, 0, WATCH_FORWARD);
         sleep_ms(at_fault && is(o.fault, "slow") && step >= o.at_step ? 2 * o.work_ms : o.work_ms);
-        if (at_fault && step == o.at_step && !is(o.fault, "slow")) fault_now();
+        if (at_fault && step == o.at_step && at_start_of_step()) fault_now(address.port);
         watch_progress(step, 0, WATCH_BACKWARD);
         watch_unit(step % 12);
+        if (at_fault && is(o.fault, "order") && step == o.at_step) { // the others wait in the first channel
+            watch_collective_enter(watch_channel_open(8, NULL), WATCH_BROADCAST, 64);
+            fault_now(0);
+        }
         uint64_t number = watch_collective_enter(channel, WATCH_ALL_REDUCE, 4096);
         double start = clock_seconds();
-        counter.started = number;
+        __atomic_store_n(&counter.started, number, __ATOMIC_RELEASE);
+        if (at_fault && is(o.fault, "kill_inside") && step == o.at_step) fault_now(0);
+        if (is(o.fault, "network") && step == o.at_step) fault_now(0);
         all_reduce();
-        counter.done = number;
+        __atomic_store_n(&counter.done, number, __ATOMIC_RELEASE);
         watch_waited(clock_seconds() - start);
         if (!o.gpu) watch_collective_done(channel, number);
         WatchStraggler s;
@@ -191,6 +227,7 @@ static int run_rank(void) {
         if (shared && rank == 0) __atomic_store_n(&shared->steps, (int64_t)step + 1, __ATOMIC_RELEASE);
     }
     watch_announce(WATCH_END, 10);
+    if (at_fault && is(o.fault, "late_end")) sleep_ms(o.late_end_ms);
 #ifdef WITH_MPI
     if (!shared) MPI_Finalize();
 #endif
@@ -219,7 +256,8 @@ static pid_t beat_thread_of(pid_t pid) { // the second thread: the ranks have no
 static int run_parent(void) {
     shared = (Shared *)mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (shared == MAP_FAILED || o.ranks > MAX_RANKS) return EXIT_INTERNAL;
-    pid_t pid[MAX_RANKS];
+    shared->last_step = o.steps;
+    pid_t pid[MAX_RANKS], command = 0;
     int code[MAX_RANKS], alive = o.ranks;
     world = o.ranks;
     for (int r = 0; r < world; r++) {
@@ -230,13 +268,14 @@ static int run_parent(void) {
             _exit(run_rank());
         }
     }
-    int64_t begin = now_ns(), started = 0, gone = 0;
+    int64_t begin = now_ns(), started = 0, gone = 0, disturbed = 0; // disturbed: when a disturbance that is none for the ranks was over
     int done = 0; // signals sent
     bool stopped = false, woken = false;
     while (alive > 0) {
         int status;
         for (pid_t p; (p = waitpid(-1, &status, WNOHANG | __WALL)) > 0;) {
             if (WIFSTOPPED(status)) continue; // the frozen thread
+            if (p == command && o.blink) disturbed = now_ns();
             for (int r = 0; r < world; r++) {
                 if (pid[r] != p || code[r] >= 0) continue;
                 code[r] = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
@@ -258,20 +297,23 @@ static int run_parent(void) {
                 if (ptrace(PTRACE_SEIZE, thread, 0, 0) != 0 || ptrace(PTRACE_INTERRUPT, thread, 0, 0) != 0) die(EXIT_INTERNAL, "ptrace: %s", strerror(errno));
             }
             done = is(o.signal, "STOPCONT") ? done + 1 : 2 * o.times;
+            if (is(o.signal, "STOPCONT") && done == 2 * o.times) disturbed = t;
         }
         if (o.command[0] && due && done == 0) {
             done = 1;
             __atomic_store_n(&shared->fault_ns, t, __ATOMIC_RELEASE);
-            if (fork() == 0) {
+            if ((command = fork()) == 0) {
                 execl("/bin/sh", "sh", "-c", o.command, (char *)NULL);
                 _exit(127);
             }
         }
-        if (alive == 1 && o.target >= 0 && code[o.target] < 0 && !woken && (stopped || is(o.fault, "stop") || is(o.fault, "loop") || is(o.fault, "no_come") || is(o.signal, "FREEZE"))) {
+        if (alive == 1 && world > 1 && o.target >= 0 && code[o.target] < 0 && !woken && (stopped || is(o.fault, "stop") || is(o.fault, "loop") || is(o.signal, "FREEZE"))) {
             woken = true;
             kill(pid[o.target], SIGCONT);
             if (is(o.signal, "FREEZE")) kill(pid[o.target], SIGKILL);
         }
+        if (disturbed && t - disturbed > (int64_t)700 * 1000000 && shared->last_step == o.steps) // nobody is more than a step away
+            __atomic_store_n(&shared->last_step, shared->steps + 20, __ATOMIC_RELEASE);
         if (t - begin > (int64_t)120 * 1000000000) { // a test that hangs is a finding
             for (int r = 0; r < world; r++) if (code[r] < 0) kill(pid[r], SIGKILL);
             printf("hangs: ");

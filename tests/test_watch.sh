@@ -1,0 +1,680 @@
+#!/usr/bin/env bash
+# test_watch.sh - ranks that die, stop, loop, come late or never, and links that break: tests/test_watch.sh [long] [row ...]
+#
+# Drives tests/watch_ranks.cpp, a trainer without a model: forked ranks (no MPI needed), the same under mpirun, and two
+# hosts made of network namespaces. Each row states who is named, with which code everybody leaves, and within which time;
+# a row that compared nothing fails, and what this machine cannot do is skipped with its reason. Times are the promises of
+# docs/watchdog.md. On a machine that others use as well one of them may be missed for no fault of ours: a row that
+# missed only a time is tried up to three times. "long": more repetitions, and the limits as they are by default.
+# The last line is "N passed, N failed, N skipped".
+set -uo pipefail
+root=$(realpath -- "$(dirname "$0")/..")
+export LC_ALL=C.UTF-8 OMP_NUM_THREADS=1
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+unset OMPI_COMM_WORLD_RANK RANK SLURM_PROCID
+
+long=0
+if [ "${1:-}" = long ]; then long=1; shift; fi
+want=("$@")
+base=$(mktemp -d "${TMPDIR:-/tmp}/test_watch.XXXXXX")
+namespaces=()
+cleanup() {
+    local n
+    for n in "${namespaces[@]}"; do ip netns del "$n" 2>/dev/null; done
+    cd / && umount "$base"/*/small 2>/dev/null
+    rm -rf -- "$base"
+}
+trap cleanup EXIT
+begin=$SECONDS
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The frame
+
+passed=0 failed=0 skipped=0
+compared=0 problem='' late='' skip_reason='' figures=''
+fail() { [ -z "$problem" ] && problem=$1; return 0; }
+skip() { skip_reason=$1; }
+expect() { # DESCRIPTION COMMAND...
+    local what=$1
+    shift
+    compared=$((compared + 1))
+    "$@" >/dev/null 2>&1 || fail "$what"
+}
+equal() { # WHAT GOT WANT
+    compared=$((compared + 1))
+    [ "$2" = "$3" ] || fail "$1 is '${2:0:200}', expected '$3'"
+}
+says() { # RUN TEXT: its standard error holds this
+    compared=$((compared + 1))
+    grep -aqF -- "$2" "$1/err" || fail "standard error of $1 lacks '$2'; it is: $(grep -a '^error' "$1/err" | head -c 400)"
+}
+lines() { # RUN N: so many errors are reported
+    equal "number of error lines of $1 ($(grep -a '^error' "$1/err" | head -c 300))" "$(grep -ac '^error: ' "$1/err")" "$2"
+}
+within() { # RUN MS: time from the fault to the end of the others
+    local ms
+    ms=$(sed -nE 's/.*gone_ms=(-?[0-9]+).*/\1/p' "$1/out")
+    compared=$((compared + 1))
+    if [ -z "$ms" ] || [ "$ms" -lt 0 ]; then fail "$1 measured no time: $(head -c 200 "$1/out")"
+    elif [ "$ms" -gt "$2" ]; then late="gone after $ms ms, promised $2"
+    fi
+    times+=("${ms:-0}")
+}
+codes() { # RUN CODES
+    equal "codes of $1 ($(grep -a '^error' "$1/err" | head -n 1 | head -c 300))" "$(sed -nE 's/.*codes=([0-9,-]+).*/\1/p' "$1/out")" "$2"
+}
+
+# Starts watch_ranks with forked ranks in a folder of its own; collect waits for it.
+declare -A pid_of
+times=()
+spawn() { # RUN SETTINGS...
+    local run=$1
+    shift
+    rm -rf -- "$run"
+    mkdir -- "$run"
+    (cd "$run" && exec timeout -k 5 150 "$base/ranks" flight=flight "$@" >out 2>err </dev/null) &
+    pid_of[$run]=$!
+}
+collect() {
+    local run
+    for run in "$@"; do wait "${pid_of[$run]}" 2>/dev/null; done
+}
+once() { spawn "$@" && collect "$1"; }
+
+spread() { # of times: "median 12, longest 30 ms"
+    printf '%s\n' "${times[@]}" | sort -n | awk '{ x[NR] = $1 } END { printf "median %d, longest %d ms (%d)", x[int((NR + 1) / 2)], x[NR], NR }'
+}
+
+row() { # NAME: runs the function of that name
+    local name=$1 w start=$SECONDS try
+    if [ ${#want[@]} -gt 0 ]; then
+        for w in "${want[@]}"; do [ "$w" = "$name" ] && break; done
+        [ "$w" = "$name" ] || return 0
+    fi
+    for try in 1 2 3; do
+        compared=0 problem='' late='' skip_reason='' figures='' times=()
+        mkdir -p "$base/$name" && cd "$base/$name" || exit 1
+        "$name"
+        cd "$base" || exit 1
+        if [ -z "$late" ] || [ -n "$problem" ]; then break; fi
+    done
+    if [ -n "$late" ]; then fail "$late, three times"; fi
+    if [ -n "$skip_reason" ]; then echo "skip $name: $skip_reason"; skipped=$((skipped + 1)); return; fi
+    [ "$compared" -eq 0 ] && fail "compared nothing"
+    [ ${#times[@]} -gt 0 ] && figures="; gone: $(spread)"
+    if [ -n "$problem" ]; then echo "FAIL $name: $problem"; failed=$((failed + 1))
+    else echo "ok   $name: $compared compared$figures; $((SECONDS - start)) s"; passed=$((passed + 1)); fi
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ends that are none
+
+normal_ends() { # no false alarm at the end, whoever is last
+    local i n=$((long ? 500 : 120))
+    for i in $(seq "$n"); do
+        once end ranks=4 steps=$((i % 7)) work_ms=1
+        codes end 0,0,0,0
+        equal "bytes on standard error of run $i ($(head -c 200 end/err))" "$(wc -c <end/err)" 0
+        [ -n "$problem" ] && return
+    done
+}
+late_end() { # three ranks have finished, the fourth works on, in an announced phase
+    once end ranks=4 steps=20 target=2 fault=late_end late_end_ms=3000 floor=1
+    codes end 0,0,0,0
+    lines end 0
+}
+stop_and_go() { # SIGSTOP for 2 s, again and again
+    local n=$((long ? 10 : 4)) r
+    for r in 0 3; do spawn "rank$r" ranks=4 steps=1000000 work_ms=2 signal=STOPCONT target=$r times="$n" cont_ms=2000 after_ms=300; done
+    collect rank0 rank3
+    for r in 0 3; do
+        codes "rank$r" 0,0,0,0
+        lines "rank$r" 0
+        expect "deadlines of rank $r were moved at each stop" grep -qE "lateness=($n|[0-9]{2,})\$" "rank$r/out"
+    done
+}
+long_phases() { # an evaluation that takes five times the limit, and was announced
+    once run ranks=4 steps=60 evaluate_ms=5000 floor=1 first=1
+    codes run 0,0,0,0
+    lines run 0
+}
+slow_rank() { # named, never killed
+    once run ranks=4 steps=150 work_ms=12 target=2 fault=slow at_step=30
+    codes run 0,0,0,0
+    lines run 0
+    says run "note: rank 2 on"
+    equal "ranks noted as slow" "$(grep -c '^note: rank' run/err)" 1
+    local ratio
+    ratio=$(sed -nE 's/.* ([0-9.]+) times the median.*/\1/p' run/err)
+    compared=$((compared + 1))
+    awk -v r="$ratio" 'BEGIN { exit !(r > 1.5 && r < 2.5) }' || fail "ratio of a rank that takes twice as long is $ratio"
+}
+under_load() { # eight busy loops beside the ranks
+    local i busy=()
+    for i in 1 2 3 4 5 6 7 8; do timeout 60 sh -c 'while :; do :; done' & busy+=($!); done
+    once run ranks=4 steps=1500 work_ms=2 floor=5
+    spawn stop ranks=4 steps=100000 signal=STOP target=1
+    collect stop
+    kill "${busy[@]}" 2>/dev/null
+    wait "${busy[@]}" 2>/dev/null
+    codes run 0,0,0,0
+    lines run 0
+    codes stop 75,75,75,75
+    within stop 8000
+}
+one_rank() { # recorder and ceiling, no sockets
+    spawn run ranks=1 steps=300 work_ms=5
+    sleep 0.7
+    local pid
+    pid=$(pgrep -P "$(pgrep -P "${pid_of[run]}" -x ranks)" -x ranks)
+    equal "sockets of a single rank" "$(find "/proc/$pid/fd" -lname 'socket:*' 2>/dev/null | wc -l)" 0
+    expect "it has a recorder" test -s run/flight/rank-0
+    collect run
+    codes run 0
+    lines run 0
+    once loop ranks=1 target=0 fault=loop ceiling=1.5
+    codes loop 75
+    within loop 3000
+    says loop "error: rank 0 on"
+    says loop "makes no progress"
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults of processes
+
+kill_any() { # kill -9 of any rank at any instant
+    local i r codes=(137,75,75,75 75,137,75,75 75,75,137,75 75,75,75,137) n=$((long ? 300 : 40))
+    for i in $(seq "$n"); do
+        r=$((RANDOM % 4))
+        once run ranks=4 steps=100000 signal=KILL target=$r after_ms=$((RANDOM % 700)) gpu=$((i % 2))
+        codes run "${codes[r]}"
+        within run 1000
+        lines run 1
+        says run "error: rank $r on"
+        says run "is gone"
+        [ -n "$problem" ] && return
+    done
+}
+where_it_died() { # the recorder of the dead rank says where it was
+    once run ranks=4 target=2 fault=kill at_step=57
+    says run "it was at step 57, micro-batch 0, forward, outside collectives"
+    once two ranks=4 target=3 fault=kill_inside at_step=41
+    says two "it was at step 41, micro-batch 0, backward, in all_reduce 42 of unit 5 (4096 bytes)"
+}
+stop_each() {
+    local r
+    for r in 0 1 2 3; do spawn "rank$r" ranks=4 steps=100000 signal=STOP target=$r after_ms=$((300 + 37 * r)); done
+    for r in 0 1 2 3; do
+        collect "rank$r"
+        codes "rank$r" 75,75,75,75 # the stopped rank too, once it is woken
+        within "rank$r" 8000
+        lines "rank$r" 1
+        says "rank$r" "error: rank $r on"
+        says "rank$r" "has been silent for"
+    done
+}
+frozen_beat() { # only the beat thread stops
+    if ! grep -qE '^(0|1)$' /proc/sys/kernel/yama/ptrace_scope 2>/dev/null && [ -e /proc/sys/kernel/yama/ptrace_scope ]; then skip "ptrace is restricted here"; return; fi
+    spawn rank0 ranks=4 steps=100000 signal=FREEZE target=0
+    spawn rank2 ranks=4 steps=100000 signal=FREEZE target=2
+    collect rank0 rank2
+    codes rank0 137,75,75,75
+    codes rank2 75,75,137,75
+    within rank0 8000
+    within rank2 8000
+    says rank2 "error: rank 2 on"
+}
+loop_each() { # one rank computes for ever
+    local r limit=$((long ? 10 : 2))
+    for r in 0 1 2 3; do spawn "rank$r" ranks=4 steps=100000 fault=loop target=$r at_step=$((100 + 10 * r)) floor=$limit gpu=$((r % 2)); done
+    for r in 0 1 2 3; do
+        collect "rank$r"
+        codes "rank$r" 75,75,75,75
+        within "rank$r" $((1000 * limit + 1000))
+        lines "rank$r" 1
+        says "rank$r" "error: rank $r on"
+        says "rank$r" "makes no progress"
+        says "rank$r" "it was at step $((100 + 10 * r)), micro-batch 0, forward"
+        says "rank$r" "others wait for it in all_reduce $((101 + 10 * r)) of unit"
+    done
+}
+stuck_otherwise() {
+    spawn network ranks=4 steps=1000 fault=network floor=1.5
+    spawn order ranks=4 steps=1000 fault=order target=1 floor=1.5
+    spawn ceiling ranks=4 steps=1000 fault=loop target=3 ceiling=2
+    spawn first ranks=4 steps=1000 fault=loop target=2 at_step=0 first=3 floor=1
+    spawn announced ranks=4 steps=1000 fault=stuck_evaluation target=1 floor=1
+    collect network order ceiling first announced
+    codes network 75,75,75,75
+    within network 2500
+    says network "error: communication is stuck: all ranks have entered all_reduce 11 of unit 10 (4096 bytes) at step 10"
+    codes order 75,75,75,75
+    within order 2500
+    says order "error: rank 1 on"
+    says order "in broadcast 1"
+    says order "others wait for it in all_reduce"
+    codes ceiling 75,75,75,75
+    within ceiling 3000
+    says ceiling "error: rank 3 on"
+    codes first 75,75,75,75
+    within first 4000
+    says first "error: rank 2 on"
+    codes announced 75,75,75,75
+    within announced 4000
+    says announced "error: rank 1 on"
+    says announced "evaluation"
+}
+leaves_early() { # _exit(0) in mid-run
+    once rank0 ranks=4 target=0 fault=exit
+    once rank3 ranks=4 target=3 fault=exit
+    codes rank0 0,75,75,75
+    codes rank3 75,75,75,0
+    within rank0 1000
+    within rank3 1000
+    says rank0 "error: rank 0 on"
+    says rank3 "error: rank 3 on"
+    lines rank3 1
+}
+crashes() {
+    local r name
+    for r in 0 2; do
+        for name in segv abort; do
+            once run ranks=4 target=$r fault=$name
+            codes run "$([ $name = segv ] && c=139 || c=134; [ $r = 0 ] && echo "$c,75,75,75" || echo "75,75,$c,75")"
+            within run 1000
+            lines run 1
+            says run "error: rank $r on"
+            says run "crashed by SIG"
+            expect "a backtrace follows" grep -q '(+0x[0-9a-f]*)\[0x' run/err
+        done
+    done
+}
+own_error() { # a rank that ends through die: all leave with its code, and nobody calls it lost
+    local r
+    for r in 0 2; do
+        once run ranks=4 target=$r fault=die
+        codes run 74,74,74,74
+        within run 1000
+        lines run 1
+        says run "error: cannot write shard 7: No space left on device"
+    done
+}
+never_ends() { # goodbye is said, but the process stays
+    once run ranks=3 steps=5 target=1 fault=no_end end=1
+    codes run 0,75,0
+    says run "its process did not end within"
+}
+full_pipe() { # nobody reads standard error
+    mkfifo pipe
+    sleep 20 <pipe &
+    local reader=$!
+    exec 8>pipe
+    head -c 65536 /dev/zero >&8
+    mkdir -p run
+    (cd run && exec timeout -k 5 30 "$base/ranks" ranks=4 target=1 fault=kill flight=flight >out 2>&8 </dev/null)
+    exec 8>&-
+    kill $reader 2>/dev/null
+    wait $reader 2>/dev/null
+    : >run/err
+    codes run 75,137,75,75
+    within run 1000
+    rm -f pipe
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The start, and who else may come
+
+missing_rank() {
+    spawn absent ranks=4 target=2 late_ms=20000 start=2
+    spawn hub ranks=4 target=0 late_ms=20000 start=2
+    spawn twice ranks=4 target=2 claim=1
+    collect absent hub twice
+    codes absent 75,75,75,75
+    says absent "error: rank 2 has not come within 2.0 s"
+    codes hub 75,75,75,75
+    says twice "says that it is rank 1 of 4, and so does"
+    expect "two ranks of one number are refused with code 2 on all who came" grep -qE 'codes=2,2,2,(2|75) ' twice/out
+}
+strangers() { # 150 of them: silent, random, wrong nonce, half a message, wrong length
+    rm -rf run
+    spawn run ranks=4 steps=300 work_ms=5 target=2 late_ms=4000
+    python3 - run/port >guests <<'PY'
+import os, socket, struct, sys, time
+while not os.path.exists(sys.argv[1]) or not open(sys.argv[1]).read().endswith("\n"): time.sleep(0.01)
+port = int(open(sys.argv[1]).read())
+guests = []
+def head(size, kind): return struct.pack("<IHH", 0x74616562, size, kind)
+for i in range(150):
+    s = socket.create_connection(("127.0.0.1", port), 5)
+    try:
+        s.sendall([b"", os.urandom(300), head(112, 1) + os.urandom(104), head(112, 1) + b"x" * 20, head(65535, 4)][i % 5] or b"")
+    except OSError: pass
+    guests.append(s)
+time.sleep(2.8)
+closed = 0
+for s in guests:
+    s.setblocking(False)
+    try: closed += s.recv(1) == b""
+    except BlockingIOError: pass
+    except OSError: closed += 1
+print("closed", closed)
+time.sleep(2)
+try: socket.create_connection(("127.0.0.1", port), 5); print("open")
+except OSError: print("refused")
+PY
+    collect run
+    equal "strangers shown the door within 2.8 s, and the port afterwards" "$(tr '\n' ' ' <guests)" "closed 150 refused "
+    codes run 0,0,0,0
+    lines run 0
+}
+garbage() { # from a rank, over its own connection
+    once run ranks=4 target=2 fault=garbage steps=100000
+    codes run 75,75,75,75
+    within run 1000
+    says run "error: rank 2 on"
+    says run "sent bytes that are no beat"
+}
+descriptors() { # none is inherited by a program that the process would start
+    spawn run ranks=3 steps=400 work_ms=5
+    sleep 0.8
+    local parent p fd n=0
+    parent=$(pgrep -P "${pid_of[run]}" -x ranks)
+    for p in $(pgrep -P "$parent"); do
+        for fd in /proc/"$p"/fd/*; do
+            case $(readlink "$fd" 2>/dev/null) in socket:* | *eventfd*) ;; *) continue ;; esac
+            n=$((n + 1))
+            expect "$fd is closed on exec" grep -qE '^flags:.*2[0-7]{6}$' "/proc/$p/fdinfo/${fd##*/}"
+        done
+    done
+    expect "sockets and wake-ups were seen ($n)" test "$n" -ge 7
+    collect run
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The recorder
+
+recorder() {
+    once run ranks=4 target=2 fault=kill_inside at_step=41
+    "$base/ranks" --flight run/flight >printed 2>&1
+    equal "exit code of --flight" $? 0
+    local text
+    for text in "4 of 4 ranks" "rank 2 on" "verdict: rank 2 on" "group 7" "rank 2: queued 42, started 42, done 41; last: all_reduce of unit 5" "rank 2 step 41.0 backward   enters 42 of group 7"; do
+        expect "--flight prints '$text'" grep -qF -- "$text" printed
+    done
+    equal "size of a ring" "$(stat -c %s run/flight/rank-2)" $((4096 + 4096 * 64))
+    # a restart keeps the evidence of the crash before it
+    (cd run && "$base/ranks" ranks=3 flight=flight steps=5 >out 2>err)
+    "$base/ranks" --flight run/flight >printed 2>&1
+    expect "the start before is shown" grep -qF "the start before: 4 of 4 ranks" printed
+    expect "the present start is shown" grep -qF "run/flight: 3 of 3 ranks" printed
+    expect "the verdict before is shown" grep -qF "verdict: rank 2 on" printed
+    # 4,096 records and more: the ring holds the newest
+    (cd run && "$base/ranks" ranks=2 flight=flight steps=3000 work_ms=0 >out 2>err)
+    "$base/ranks" --flight run/flight >printed 2>&1
+    expect "the newest records are shown" grep -qF "leaves 3000 of group 7" printed
+}
+bad_recorders() { # files are not believed
+    once run ranks=2 steps=5
+    local what bad=0
+    for what in truncated empty random magic world fifo link; do
+        rm -rf bad && cp -r run/flight bad && rm -f bad/*.old
+        case $what in
+            truncated) truncate -s 100000 bad/rank-0 ;;
+            empty) : >bad/rank-0 ;;
+            random) head -c 266240 /dev/urandom >bad/rank-0 ;;
+            magic) printf 'x' | dd of=bad/rank-0 conv=notrunc status=none ;;
+            world) printf '\377\377\377\177' | dd of=bad/rank-0 bs=1 seek=20 conv=notrunc status=none ;;
+            fifo) rm bad/rank-0 && mkfifo bad/rank-0 ;;
+            link) rm bad/rank-0 && ln -s /etc/passwd bad/rank-0 ;;
+        esac
+        timeout 10 "$base/ranks" --flight bad >printed 2>noted
+        equal "exit code with a $what recorder" $? 0
+        expect "a $what recorder is left out with a note" grep -qE 'note: bad/rank-0: .*left out' noted
+        expect "the other recorder is printed" grep -q '^rank 1 on' printed
+        [ -n "$problem" ] && bad=1
+    done
+    python3 - "$base/ranks" <<'PY' || bad=1
+import os, random, shutil, subprocess, sys
+random.seed(7)
+good = open("run/flight/rank-0", "rb").read()
+for i in range(60):  # a good head, random contents
+    b = bytearray(good)
+    for k in range(random.choice([1, 50, 5000])): b[random.randrange(28, len(b))] = random.randrange(256)
+    for k in range(random.choice([0, 300])): b[4096 + random.randrange(64 * 30)] = random.randrange(256)
+    open("bad/rank-1", "wb").write(good)
+    os.path.lexists("bad/rank-0") and os.unlink("bad/rank-0")
+    open("bad/rank-0", "wb").write(b)
+    r = subprocess.run([sys.argv[1], "--flight", "bad"], capture_output=True, timeout=20)
+    if r.returncode not in (0, 65) or b"\x1b" in r.stdout: sys.exit("a spoilt recorder: code %d" % r.returncode)
+PY
+    equal "spoilt recorders that did harm" $bad 0
+    "$base/ranks" --flight /nowhere >printed 2>noted
+    equal "exit code without recorders" $? 65
+}
+no_recorder() { # without its folder, or without room, the rest works on
+    mkdir -p run && : >run/file
+    (cd run && "$base/ranks" ranks=3 steps=20 flight=file/flight target=1 fault=kill >out 2>err)
+    codes run 75,137,75
+    says run "no flight recorder there"
+    mkdir -p small
+    if mount -t tmpfs -o size=300k tmpfs small 2>/dev/null; then
+        (cd run && "$base/ranks" ranks=3 steps=20 flight=../small/flight >out 2>err)
+        umount small
+        codes run 0,0,0
+        says run "No space left on device"
+    fi
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two hosts
+
+make_hosts() { # two namespaces, one cable
+    local n=w$$
+    if [ ${#namespaces[@]} -gt 0 ]; then return 0; fi
+    if [ "$(id -u)" -ne 0 ] || ! command -v ip >/dev/null || ! ip netns add "${n}a" 2>/dev/null; then skip "no network namespaces here"; return 1; fi
+    namespaces=("${n}a" "${n}b")
+    ip netns add "${n}b" && ip link add "${n}va" netns "${n}a" type veth peer name "${n}vb" netns "${n}b" || { skip "no veth here"; return 1; }
+    local x
+    for x in a b; do
+        ip -n "$n$x" link set lo up
+        ip -n "$n$x" addr add "10.77.0.$([ $x = a ] && echo 1 || echo 2)/24" dev "${n}v$x"
+        ip -n "$n$x" link set "${n}v$x" up
+    done
+}
+link_down() { # for good: both sides leave by themselves
+    make_hosts || return
+    local n=w$$
+    once run ranks=4 netns="${n}a,${n}b" steps=100000 after_ms=600 command="ip -n ${n}b link set ${n}vb down"
+    ip -n "${n}b" link set "${n}vb" up
+    codes run 75,75,75,75
+    within run 8000
+    says run "error: rank 1 on"
+    says run "error: rank 0 on"
+    lines run 2
+}
+link_blinks() { # 2 s at a time
+    make_hosts || return
+    local n=w$$ times=$((long ? 10 : 3))
+    once run ranks=4 netns="${n}a,${n}b" steps=1000000 after_ms=300 blink=1 \
+        command="for i in \$(seq $times); do ip -n ${n}b link set ${n}vb down; sleep 2; ip -n ${n}b link set ${n}vb up; sleep 1; done"
+    codes run 0,0,0,0
+    lines run 0
+}
+link_reset() { # a connection is killed in the network
+    make_hosts || return
+    local n=w$$
+    once run ranks=4 netns="${n}a,${n}b" steps=100000 after_ms=600 command="ip netns exec ${n}a ss -K dst 10.77.0.2"
+    if grep -qi 'not supported\|not permitted' run/err || [ ! -s run/out ]; then skip "no ss -K here"; return; fi
+    codes run 75,75,75,75
+    within run 1000
+}
+slow_link() {
+    make_hosts || return
+    local n=w$$
+    if ! ip netns exec "${n}b" tc qdisc add dev "${n}vb" root tbf rate 256kbit burst 4kb latency 400ms 2>/dev/null; then skip "no tc tbf here"; return; fi
+    once run ranks=6 netns="${n}a,${n}b" steps=2500
+    ip netns exec "${n}b" tc qdisc del dev "${n}vb" root
+    codes run 0,0,0,0,0,0
+    lines run 0
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Under mpirun
+
+# Runs it with faults of its own; the code, and when the last rank and mpirun ended after the first rank's end.
+under_mpirun() { # RUN SETTINGS...
+    local run=$1
+    shift
+    if [ ! -x "$base/mpi_ranks" ]; then skip "no mpicxx and mpirun here"; return 1; fi
+    rm -rf -- "$run"
+    mkdir -- "$run"
+    (cd "$run" && python3 - "$base/mpi_ranks" "$@" >out 2>err <<'PY'
+import os, signal, subprocess, sys, time
+extra = os.environ.get("MPIRUN_EXTRA", "").split()
+p = subprocess.Popen(["mpirun", "-n", "4"] + extra + [sys.argv[1], "flight=flight"] + sys.argv[2:], stdin=subprocess.DEVNULL)
+pids, gone = {}, {}
+def lives(pid):
+    try: return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError: return False
+end = time.time() + 60
+stopped = None
+while p.poll() is None and time.time() < end:
+    for r in range(4):
+        if r not in pids:
+            try: pids[r] = int(open(f"pid-{r}").read())
+            except (OSError, ValueError): pass
+        elif r not in gone and not lives(pids[r]): gone[r] = time.time()
+    time.sleep(0.003)
+if p.poll() is None: p.kill()
+now = time.time()
+for r in pids: gone.setdefault(r, now)
+first = min(gone.values(), default=now)
+while any(lives(pid) for pid in pids.values()) and time.time() < now + 1: time.sleep(0.01)
+left = sum(lives(pid) for pid in pids.values())
+print(f"code={p.returncode} gone_ms={1e3 * (max(gone.values(), default=now) - first):.0f} mpirun_ms={1e3 * (now - first):.0f} left={left}")
+PY
+    )
+    equal "processes left a second after mpirun by $*" "$(sed -nE 's/.*left=([0-9]+).*/\1/p' "$run/out")" 0
+}
+mpi_code() { equal "exit code of mpirun in $1 ($(grep -a '^error' "$1/err" | head -n 1 | head -c 300))" "$(sed -nE 's/^code=([0-9-]+).*/\1/p' "$1/out")" "$2"; }
+
+mpi_normal() {
+    local i n=$((long ? 50 : 5))
+    for i in $(seq "$n"); do
+        under_mpirun run steps=20 || return
+        mpi_code run 0
+        lines run 0
+    done
+}
+mpi_faults() { # the time runs from the first rank's end to the last's
+    local i r n=$((long ? 50 : 6))
+    for i in $(seq "$n"); do
+        r=$((RANDOM % 4))
+        under_mpirun run steps=100000 fault=kill target=$r at_step=$((RANDOM % 300)) || return
+        mpi_code run 137
+        within run 1000
+        says run "error: rank $r on"
+    done
+    under_mpirun run steps=1000 fault=segv target=1 at_step=200
+    mpi_code run 139
+    within run 1000
+    under_mpirun run steps=1000 fault=die target=1 at_step=200
+    mpi_code run 74
+    lines run 1
+    within run 1000
+    under_mpirun run steps=1000 fault=exit target=2 at_step=200 # mpirun itself gives 1 here: it has seen that end first
+    says run "error: rank 2 on"
+    within run 1000
+    under_mpirun run steps=1000 fault=loop target=3 at_step=200 floor=2
+    mpi_code run 75
+    says run "error: rank 3 on"
+    under_mpirun run steps=1000 fault=before_init target=2 start=2
+    mpi_code run 75
+    says run "for all ranks to start"
+}
+mpi_stop() {
+    local r
+    for r in 0 $([ $long = 1 ] && echo 2); do
+        under_mpirun "rank$r" steps=100000 fault=stop target=$r at_step=200 || return
+        mpi_code "rank$r" 75
+        lines "rank$r" 1
+        says "rank$r" "error: rank $r on"
+        says "rank$r" "has been silent"
+    done
+}
+mpi_shim() { # inside MPI, by a library that stands before it
+    if [ ! -e "$base/fault.so" ]; then skip "no mpicc and mpirun here"; return; fi
+    MPIRUN_EXTRA="-x LD_PRELOAD=$base/fault.so -x WATCH_FAULT=kill:1:150" under_mpirun run steps=1000 || return
+    mpi_code run 137
+    within run 1000
+    says run "fault: kill at collective 150 of rank 1"
+    says run "error: rank 1 on"
+    says run "it was at step 149, micro-batch 0, backward, in all_reduce 150"
+}
+mpi_two_hosts() { # mpirun's ranks on both sides of a cut: they leave, mpirun itself does not (the supervisor ends it)
+    if [ ! -x "$base/mpi_ranks" ]; then skip "no mpicxx and mpirun here"; return; fi
+    make_hosts || return
+    local n=w$$ start pids left i
+    cat >agent <<AGENT
+#!/bin/sh
+shift
+exec ip netns exec ${n}b unshare -u sh -c "hostname nodeb; \$*"
+AGENT
+    chmod +x agent
+    rm -rf run && mkdir run
+    (cd run && WATCH_HOSTS=1 exec setsid ip netns exec "${n}a" unshare -u sh -c "hostname nodea; exec timeout -k 1 40 mpirun -x WATCH_HOSTS -n 4 --map-by node --host nodea:2,10.77.0.2:2 \
+        --mca plm_rsh_agent '$base/mpi_two_hosts/agent' --mca btl tcp,self --mca btl_tcp_if_include 10.77.0.0/24 --mca oob_tcp_if_include 10.77.0.0/24 \
+        '$base/mpi_ranks' flight='$base/mpi_two_hosts/run/flight' steps=100000 >out 2>err </dev/null") &
+    local job=$!
+    disown
+    for i in $(seq 150); do [ "$(cat run/pid-* 2>/dev/null | wc -l)" -ge 2 ] && [ "$(find run/flight -name 'rank-?' 2>/dev/null | wc -l)" -eq 4 ] && break; sleep 0.1; done
+    sleep 1
+    pids=$(python3 - run/flight <<'PY'
+import glob, struct, sys
+print(*[struct.unpack_from("<i", open(f, "rb").read(28), 24)[0] for f in sorted(glob.glob(sys.argv[1] + "/rank-?"))])
+PY
+    )
+    equal "ranks that started ($(tail -n 3 run/err | head -c 300))" "$(wc -w <<<"$pids")" 4
+    start=$(date +%s%N)
+    ip -n "${n}b" link set "${n}vb" down
+    for i in $(seq 200); do
+        left=0
+        for p in $pids; do grep -qs '^State:.[^ZX]' "/proc/$p/status" && left=$((left + 1)); done
+        [ $left -eq 0 ] && break
+        sleep 0.05
+    done
+    local ms=$((($(date +%s%N) - start) / 1000000))
+    equal "ranks that are left after the cut" "$left" 0
+    if [ $ms -gt 8000 ]; then late="gone after $ms ms, promised 8000"; fi
+    times+=("$ms")
+    for p in $(pgrep -g "$job" 2>/dev/null) $job; do kill -9 "$p" 2>/dev/null; done
+    for p in $(ip netns pids "${n}a") $(ip netns pids "${n}b"); do kill -9 "$p" 2>/dev/null; done
+    ip -n "${n}b" link set "${n}vb" up
+    says run "error: rank"
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is tested, built as the trainer is
+
+flags="-std=gnu++17 -pthread -fno-exceptions -fno-rtti -O2 -g -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-unused-function -fPIE ${CXXFLAGS:-}"
+sources="$root/tests/watch_ranks.cpp $root/runtime/watch.cpp $root/runtime/flight.cpp"
+# shellcheck disable=SC2086
+if ! ${CXX:-g++} $flags $sources -o "$base/ranks"; then
+    echo "FAIL build: tests/watch_ranks.cpp does not compile"
+    echo "0 passed, 1 failed, 0 skipped"
+    exit 1
+fi
+if command -v mpicxx >/dev/null && command -v mpirun >/dev/null; then
+    # shellcheck disable=SC2086
+    mpicxx $flags -DWITH_MPI $sources -o "$base/mpi_ranks" && mpicc -shared -fPIC -O1 -Wall -Wextra "$root/tests/watch_fault.c" -o "$base/fault.so"
+fi
+
+for name in normal_ends late_end stop_and_go long_phases slow_rank under_load one_rank \
+    kill_any where_it_died stop_each frozen_beat loop_each stuck_otherwise leaves_early crashes own_error never_ends full_pipe \
+    missing_rank strangers garbage descriptors recorder bad_recorders no_recorder link_down link_blinks link_reset slow_link \
+    mpi_normal mpi_faults mpi_stop mpi_shim mpi_two_hosts; do
+    row "$name"
+done
+echo "$((SECONDS - begin)) s"
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

@@ -1,0 +1,54 @@
+// watch_fault.c - a library to be preloaded into MPI ranks that makes one of them fail at its n-th collective.
+//
+//     mpirun -x LD_PRELOAD=./watch_fault.so -x WATCH_FAULT=loop:2:300 ...     rank 2, at its 300th collective
+//
+// Actions: kill, stop, loop, exit, segv, abort, sleep (50 ms at every collective from there on: a slow rank). The program
+// needs no hook: MPI's profiling interface lets a library stand before any MPI function and call the real one.
+#define _GNU_SOURCE
+#include <mpi.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+static void collective(void) {
+    static char action[16];
+    static int rank = -2, at, calls;
+    if (rank == -2) {
+        const char *text = getenv("WATCH_FAULT");
+        if (!text || sscanf(text, "%15[a-z]:%d:%d", action, &rank, &at) != 3) rank = -1;
+    }
+    int self, ready;
+    if (rank < 0 || PMPI_Initialized(&ready) != MPI_SUCCESS || !ready) return;
+    PMPI_Comm_rank(MPI_COMM_WORLD, &self);
+    if (self != rank || ++calls < at) return;
+    struct timespec pause = {0, 50000000};
+    if (strcmp(action, "sleep") == 0) nanosleep(&pause, NULL);
+    if (calls > at) return;
+    fprintf(stderr, "fault: %s at collective %d of rank %d\n", action, calls, rank);
+    if (strcmp(action, "kill") == 0) raise(SIGKILL);
+    if (strcmp(action, "stop") == 0) raise(SIGSTOP);
+    if (strcmp(action, "segv") == 0) raise(SIGSEGV);
+    if (strcmp(action, "abort") == 0) abort();
+    if (strcmp(action, "exit") == 0) _exit(0);
+    while (strcmp(action, "loop") == 0) nanosleep(&pause, NULL);
+}
+
+int MPI_Allreduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm c) {
+    collective();
+    return PMPI_Allreduce(in, out, n, t, op, c);
+}
+int MPI_Iallgather(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm c, MPI_Request *r) {
+    collective();
+    return PMPI_Iallgather(in, n, t, out, m, u, c, r);
+}
+int MPI_Ialltoall(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm c, MPI_Request *r) {
+    collective();
+    return PMPI_Ialltoall(in, n, t, out, m, u, c, r);
+}
+int MPI_Ibcast(void *x, int n, MPI_Datatype t, int root, MPI_Comm c, MPI_Request *r) {
+    collective();
+    return PMPI_Ibcast(x, n, t, root, c, r);
+}
