@@ -623,6 +623,40 @@ static void test_losses(Test *t) {
     }
 }
 
+// Each field of a frame and of a Hello, spoilt alone.
+static void test_messages(Test *t) {
+    const Frame want = {FRAME_MAGIC, FRAME_GATHER, 7, 2, 64};
+    struct { Frame f; FrameVerdict verdict; } rows[] = {
+        {want, FRAME_EXPECTED}, {{0, FRAME_GATHER, 7, 2, 64}, FRAME_GARBAGE}, {{FRAME_MAGIC, 0, 7, 2, 64}, FRAME_GARBAGE}, {{FRAME_MAGIC, FRAME_LOST + 1, 7, 2, 64}, FRAME_GARBAGE},
+        {{FRAME_MAGIC, FRAME_GATHER, 7, 4, 64}, FRAME_GARBAGE}, {{FRAME_MAGIC, FRAME_GATHER, 7, -1, 64}, FRAME_GARBAGE}, {{FRAME_MAGIC, FRAME_GATHER, 7, 2, -1}, FRAME_GARBAGE},
+        {{FRAME_MAGIC, FRAME_BROADCAST, 7, 2, 64}, FRAME_OF_OTHER_CALL}, {{FRAME_MAGIC, FRAME_GATHER, 8, 2, 64}, FRAME_OF_OTHER_CALL}, {{FRAME_MAGIC, FRAME_GATHER, 7, 1, 64}, FRAME_OF_OTHER_CALL},
+        {{FRAME_MAGIC, FRAME_GATHER, 7, 2, INT64_MAX}, FRAME_OF_OTHER_CALL}, {{FRAME_MAGIC, FRAME_LOST, 7, 3, 0}, FRAME_SAYS_LOST}, {{FRAME_MAGIC, FRAME_LOST, 7, 4, 0}, FRAME_GARBAGE},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) expect_equal_i64(t, "the verdict on a frame", frame_check(&rows[i].f, &want, 4), rows[i].verdict);
+    Launch l = test_launch(1, 2, 1);
+    for (int k = 0; k < 12; k++) {
+        Hello h = hello_make(&l), parsed;
+        memcpy(h.host, "a\x1b[31mb", 8);
+        bool good = k < 3;
+        switch (k) {
+            case 1: h.local_rank = 1; break;
+            case 2: memset(h.host, 'x', sizeof h.host); break; // no end
+            case 3: h.magic ^= 1; break;
+            case 4: h.world = 1; break;
+            case 5: h.world = LAUNCH_WORLD_MAX + 1; break;
+            case 6: h.rank = 2; break;
+            case 7: h.rank = -1; break;
+            case 8: h.local_rank = 2; break;
+            case 9: h.local_rank = -2; break;
+            case 10: h.pid = -1; break;
+            case 11: h.magic = ANSWER_MAGIC; break;
+            default: break;
+        }
+        expect_true(t, hello_parse(&h, &parsed) == good, "Hello %d was %s", k, good ? "refused" : "taken");
+        if (good) expect_true(t, memchr(parsed.host, 0, sizeof parsed.host) && !strchr(parsed.host, 27), "the host's name of Hello %d is not fit to print", k);
+    }
+}
+
 // A rank that makes another call than the others is a mistake of the program, not a loss.
 static void other_call_body(Star *s, void *) {
     double x[2] = {1, 2};
@@ -788,6 +822,7 @@ static void test_first_host(Test *t) {
 static const TestRow rendezvous_tests[] = {
     {"environment", test_launch_environment},
     {"slurm host lists", test_first_host},
+    {"messages", test_messages},
     {"exchanges of 1, 2, 4, 8 ranks", test_exchanges},
     {"large broadcast", test_large_broadcast},
     {"addresses", test_addresses},
