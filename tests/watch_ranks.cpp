@@ -286,18 +286,19 @@ static int run_parent(void) {
         int64_t t = now_ns();
         if (!started && __atomic_load_n(&shared->started, __ATOMIC_ACQUIRE) == world) started = t;
         bool due = started && t - started >= (int64_t)1000000 * (o.after_ms + done / 2 * (o.cont_ms + 1000) + done % 2 * o.cont_ms);
-        if (o.signal[0] && due && done < 2 * o.times && code[o.target] < 0) {
+        if (o.signal[0] && due && done < 2 * o.times && code[max_i64(0, o.target)] < 0) {
             bool cont = done % 2 == 1;
             if (!cont) __atomic_store_n(&shared->fault_ns, t, __ATOMIC_RELEASE);
             if (is(o.signal, "KILL")) kill(pid[o.target], SIGKILL);
             if (is(o.signal, "STOP")) stopped = true, kill(pid[o.target], SIGSTOP);
             if (is(o.signal, "STOPCONT")) kill(pid[o.target], cont ? SIGCONT : SIGSTOP);
+            for (int r = 0; r < world && is(o.signal, "STOPALL"); r++) kill(pid[r], cont ? SIGCONT : SIGSTOP);
             if (is(o.signal, "FREEZE")) {
                 pid_t thread = beat_thread_of(pid[o.target]);
                 if (ptrace(PTRACE_SEIZE, thread, 0, 0) != 0 || ptrace(PTRACE_INTERRUPT, thread, 0, 0) != 0) die(EXIT_INTERNAL, "ptrace: %s", strerror(errno));
             }
-            done = is(o.signal, "STOPCONT") ? done + 1 : 2 * o.times;
-            if (is(o.signal, "STOPCONT") && done == 2 * o.times) disturbed = t;
+            done = is(o.signal, "STOPCONT") || is(o.signal, "STOPALL") ? done + 1 : 2 * o.times;
+            if (cont && done == 2 * o.times) disturbed = t;
         }
         if (o.command[0] && due && done == 0) {
             done = 1;
