@@ -9,7 +9,7 @@
 #
 # Variables: BACKEND=cpu|cuda (auto)   DEBUG=1 (little optimisation, assertions)   SANITIZE=1   WERROR=1
 #            CPU_ARCH=native (x86-64-v3 for a binary that travels)   CUDA_ARCHS="80 90a"   BUILD=build/<variant>
-#            CXX, NVCC; CXXFLAGS, NVCCFLAGS, LDFLAGS, LDLIBS are added to ours
+#            V=1 shows the whole commands   CXX, NVCC; CXXFLAGS, NVCCFLAGS, LDFLAGS, LDLIBS are added to ours
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What is there
@@ -123,24 +123,27 @@ $(BUILD)/link.flags: FORCE | $(BUILD)
 	@printf '%s\n' "$(subst ",,$(LINK) $(OBJS) $(LIBS))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(LINK) $(OBJS) $(LIBS))" >$@
 
 DEPFLAGS = -MMD -MP
+# Shows a word and the file, or with V=1 the command.
+run = $(if $(V),$(2),@echo "  $(1) $@" && $(2))
+# Sanitized host code is compiled with little optimisation, which halves the time that this takes; the kernels are not.
 $(BUILD)/%.o: %.cu $(BUILD)/compile.flags
-	$(COMPILE) $(DEPFLAGS) -x c++ -c $< -o $@
-$(BUILD)/comm_$(COMM).o: COMPILE += $(COMM_FLAGS)
+	$(call run,compile,$(COMPILE) $(if $(SANITIZE),-O1) $(DEPFLAGS) -x c++ -c $< -o $@)
+$(BUILD)/comm_$(COMM).o: private COMPILE += $(COMM_FLAGS)
 $(BUILD)/%.o: runtime/%.cpp $(BUILD)/compile.flags
-	$(COMPILE) $(DEPFLAGS) -c $< -o $@
+	$(call run,compile,$(COMPILE) $(DEPFLAGS) -c $< -o $@)
 $(BUILD)/kernels_cpu_%.o: kernels/cpu/%.cpp $(BUILD)/compile.flags
-	$(COMPILE) $(DEPFLAGS) -c $< -o $@
+	$(call run,compile,$(COMPILE) $(DEPFLAGS) -c $< -o $@)
 $(BUILD)/kernels_cuda_%.o: kernels/cuda/%.cu $(BUILD)/cuda.flags
-	$(COMPILE_CUDA) $(DEPFLAGS) -c $< -o $@
+	$(call run,nvcc   ,$(COMPILE_CUDA) $(DEPFLAGS) -c $< -o $@)
 
 $(BUILD)/train_gpt $(BUILD)/test_gpt: $(BUILD)/%: $(BUILD)/%.o $(OBJS) $(BUILD)/link.flags
-	$(LINK) $(filter %.o,$^) -o $@ $(LIBS)
+	$(call run,link   ,$(LINK) $(filter %.o,$^) -o $@ $(LIBS))
 
 quickstart:
 	@scripts/quickstart.sh
 
 test:
-	@scripts/setup.sh g++ python3
+	@scripts/setup.sh g++ python3 mpicc
 	@$(MAKE) --no-print-directory all
 	@scripts/test.sh $(BUILD)
 
