@@ -484,6 +484,36 @@ static void test_opposite_orders(Test *t) {
     }
 }
 
+// Ranks that wait at different places: some between two sums on one channel, some only behind both.
+static void test_uneven_waits(Test *t) {
+    const int64_t sizes[] = {5, 120011};
+    Group g = comm_world_group();
+    Stream s = stream_create();
+    for (int round = 0; round < 8; round++) {
+        const int64_t n = sizes[round % 2];
+        CommBuffer x[3];
+        float *values = (float *)comm_host_values(n, DTYPE_FP32);
+        for (int k = 0; k < 3; k++) {
+            for (int64_t i = 0; i < n; i++) values[i] = comm_integer(test_world.rank, i, k);
+            x[k] = comm_buffer(n * 4, s);
+            comm_buffer_write(x[k], 0, values, n * 4, s);
+        }
+        for (int k = 0; k < 3; k++) {
+            comm_all_reduce(g, x[k].at, n, DTYPE_FP32, s);
+            if ((test_world.rank + round / 2) % 3 == k) stream_sync(s);
+        }
+        for (int k = 0; k < 3; k++) {
+            memset(values, 0, (size_t)n * 4);
+            for (int r = 0; r < g.size; r++)
+                for (int64_t i = 0; i < n; i++) values[i] += comm_integer(r, i, k);
+            comm_buffer_expect(t, "a sum", x[k], values, s);
+        }
+        free(values);
+    }
+    stream_destroy(s);
+    comm_group_free(&g);
+}
+
 static void test_batch(Test *t) {
     enum { MANY = 5 };
     Group g = comm_world_group();
@@ -669,6 +699,7 @@ static const TestRow comm_tests[] = {
     {"chain", test_chain},
     {"event", test_event},
     {"opposite_orders", test_opposite_orders},
+    {"uneven_waits", test_uneven_waits},
     {"batch", test_batch},
     {"forgotten_wait", test_forgotten_wait},
     {"missing_waits", test_missing_waits},
