@@ -60,8 +60,8 @@ static void nccl_settle(ncclResult_t result, const Channel *c, const char *call,
     while (result == ncclInProgress) {
         double waited = clock_seconds() - start;
         if (waited > limit_s)
-            die(EXIT_PEER, "NCCL's %s (place %d in a group of %d) did not get through within %.0f s: another rank hangs, or the network between the GPUs does not work; NCCL_DEBUG=INFO shows more",
-                call, c->rank, c->size, limit_s);
+            die(EXIT_PEER, "NCCL's %s (place %d in a group of %d) did not get through within %.0f s: another rank hangs, or the network "
+                "between the GPUs does not work; NCCL_DEBUG=INFO shows more", call, c->rank, c->size, limit_s);
         if (waited < 1e-3) sched_yield(); // the usual case: tens of microseconds
         else {
             struct timespec pause = {0, 100000};
@@ -132,8 +132,9 @@ static void require_gpu(CommWorld w) {
     star_all_reduce(&star, &first, 1, COMM_MIN);
     if (first == w.world) return;
     if (first == w.rank)
-        die(EXIT_CONFIG, "local rank %d of %d on this host, which shows %d GPU%s; start at most one rank a GPU, and let every rank see all GPUs of its host (CUDA_VISIBLE_DEVICES; with Slurm --gpus-per-node, not --gpus-per-task)",
-            w.local_rank, w.local_world, n_gpus, n_gpus == 1 ? "" : "s");
+        die(EXIT_CONFIG, "local rank %d of %d on this host, which shows %d GPU%s; start at most one rank a GPU, and let every rank see all GPUs "
+            "of its host (CUDA_VISIBLE_DEVICES; with Slurm --gpus-per-node, not --gpus-per-task)", w.local_rank, w.local_world, n_gpus,
+            n_gpus == 1 ? "" : "s");
     usleep(500000); // as in die_alike
     _exit(EXIT_CONFIG);
 }
@@ -149,7 +150,8 @@ CommWorld comm_start(void) {
     require_gpu(w);
     int version = 0;
     if (w.rank == 0 && ncclGetVersion(&version) == ncclSuccess)
-        note("%d ranks on %d host%s, started by %s; NCCL %d.%d.%d", w.world, star.n_hosts, star.n_hosts == 1 ? "" : "s", launch.launcher, version / 10000, version / 100 % 100, version % 100);
+        note("%d ranks on %d host%s, started by %s; NCCL %d.%d.%d", w.world, star.n_hosts, star.n_hosts == 1 ? "" : "s", launch.launcher,
+             version / 10000, version / 100 % 100, version % 100);
     helper_start();
     return w;
 }
@@ -228,8 +230,10 @@ void comm_group_free(Group *g) {
 static Channel *channel_of(Group g) {
     CHECK(g.size >= 1, "a collective on a group that this rank is no member of");
     if (g.size == 1) return NULL;
-    CHECK(g.channel > 0 && g.channel < CHANNELS_MAX && channels[g.channel].comm && channels[g.channel].size == g.size, "group of %d on channel %d", g.size, g.channel);
-    return &channels[g.channel];
+    CHECK(g.channel > 0 && g.channel < CHANNELS_MAX, "group of %d on channel %d", g.size, g.channel);
+    Channel *c = &channels[g.channel];
+    CHECK(c->comm && c->size == g.size, "group of %d on channel %d of %d ranks", g.size, g.channel, c->size);
+    return c;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -250,7 +254,8 @@ void comm_all_gather(Group g, void *full, const void *shard, int64_t n, DType t,
 void comm_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, Stream s) {
     Channel *c = channel_of(g);
     if (!c) copy_unless_same(shard, full, n * dtype_bytes(t), s);
-    else if (n > 0) nccl_enqueued(ncclReduceScatter(full, shard, (size_t)n, nccl_type(t), ncclSum, c->comm, (cudaStream_t)s), c, "ncclReduceScatter");
+    else if (n > 0)
+        nccl_enqueued(ncclReduceScatter(full, shard, (size_t)n, nccl_type(t), ncclSum, c->comm, (cudaStream_t)s), c, "ncclReduceScatter");
 }
 
 void comm_all_reduce(Group g, void *x, int64_t n, DType t, Stream s) {

@@ -41,8 +41,8 @@ static bool launch_int(const char *name, int64_t low, int64_t high, int *value) 
     while (text[digits] >= '0' && text[digits] <= '9' && digits < 10) x = 10 * x + (text[digits++] - '0');
     char shown[128];
     if (text[digits] || digits == 0 || x < low || x > high)
-        die(EXIT_CONFIG, "environment variable %s = \"%s\": must be a whole number from %" PRId64 " to %" PRId64 "; unset it or mend the launcher's command",
-            name, text_escape(shown, sizeof shown, text, strlen(text)), low, high);
+        die(EXIT_CONFIG, "environment variable %s = \"%s\": must be a whole number from %" PRId64 " to %" PRId64
+            "; unset it or mend the launcher's command", name, text_escape(shown, sizeof shown, text, strlen(text)), low, high);
     *value = (int)x;
     return true;
 }
@@ -86,17 +86,18 @@ static const LaunchRow launch_rows[] = {
 };
 
 static void launch_address(Launch *l) {
-    const char *address = launch_variable("MASTER_ADDR"), *list;
+    const char *address = launch_variable("MASTER_ADDR"), *list = launch_variable("SLURM_STEP_NODELIST");
     bool slurm = strcmp(l->launcher, "srun") == 0;
     char first[LAUNCH_ADDRESS_BYTES];
     if (l->local_world == l->world) address = "127.0.0.1";
-    if (!address && slurm && ((list = launch_variable("SLURM_STEP_NODELIST")) || (list = launch_variable("SLURM_JOB_NODELIST"))) && launch_first_host(list, first, sizeof first))
-        address = first;
+    if (!list) list = launch_variable("SLURM_JOB_NODELIST");
+    if (!address && slurm && list && launch_first_host(list, first, sizeof first)) address = first;
     if (!address && slurm) address = launch_variable("SLURM_LAUNCH_NODE_IPADDR");
     if (!address)
         die(EXIT_CONFIG, "%d ranks on several hosts, and nothing says where rank 0 is; give its host name: %s", l->world,
             strcmp(l->launcher, "mpirun") == 0 ? "mpirun -x MASTER_ADDR=host" : "MASTER_ADDR=host in the environment");
-    if (strlen(address) >= sizeof l->address) die(EXIT_CONFIG, "environment variable MASTER_ADDR has %zu characters: no host name is that long", strlen(address));
+    if (strlen(address) >= sizeof l->address)
+        die(EXIT_CONFIG, "environment variable MASTER_ADDR has %zu characters: no host name is that long", strlen(address));
     memcpy(l->address, address, strlen(address) + 1);
 }
 
@@ -138,7 +139,8 @@ static Launch launch_read(void) {
         bool has_rank = launch_int(row->rank, 0, l.world - 1, &l.rank);
         if (l.world == 1 && has_world) return l;
         if (!has_world || !has_rank)
-            die(EXIT_CONFIG, "environment variable %s is set and %s is not; set both (or neither, for one rank)", has_world ? row->world : row->rank, has_world ? row->rank : row->world);
+            die(EXIT_CONFIG, "environment variable %s is set and %s is not; set both (or neither, for one rank)",
+                has_world ? row->world : row->rank, has_world ? row->rank : row->world);
         l.local_rank = l.local_world = -1;
         int other = 0, hosts = 0;
         if (!launch_int(row->local_world[0], 1, l.world, &l.local_world)) launch_int(row->local_world[1], 1, l.world, &l.local_world);

@@ -64,7 +64,8 @@ static bool hello_parse(const void *bytes, Hello *h) {
 static bool answer_parse(const void *bytes, Answer *a) {
     memcpy(a, bytes, sizeof *a);
     if (a->magic != ANSWER_MAGIC || a->code < ANSWER_ACCEPTED || a->code > ANSWER_REFUSED) return false;
-    if (a->code == ANSWER_GO && (a->local_rank < 0 || a->local_rank >= a->local_world || a->local_world > LAUNCH_WORLD_MAX || a->n_hosts < 1)) return false;
+    bool in_range = a->local_rank >= 0 && a->local_rank < a->local_world && a->local_world <= LAUNCH_WORLD_MAX && a->n_hosts >= 1;
+    if (a->code == ANSWER_GO && !in_range) return false;
     if (a->code == ANSWER_REFUSED && (a->exit_code < 1 || a->exit_code > 125)) return false;
     char raw[sizeof a->text];
     memcpy(raw, a->text, sizeof raw);
@@ -104,14 +105,14 @@ static int listener_open(const struct addrinfo *a) {
     return -1;
 }
 
-// Listens on the first free port of the launch: on loopback when rank 0's address is there, else on all addresses.
+// Listens on the first free port of the launch: on loopback when rank 0's address is a number there, else on all addresses.
+// A name says nothing: systems give a host's own name a loopback number, and some launchers call rank 0's host "localhost".
 static int rendezvous_listen(const Launch *l) {
     char shown[LAUNCH_ADDRESS_BYTES];
     text_escape(shown, sizeof shown, l->address, strlen(l->address));
     for (int port = l->port; port < l->port + l->n_ports; port++) {
         int error = 0, fd = -1;
         struct addrinfo *named = address_look_up(l->address, port, AI_NUMERICHOST, &error);
-        if (!named && strcmp(l->address, "localhost") == 0) named = address_look_up("127.0.0.1", port, AI_NUMERICHOST, &error);
         if (named && address_is_loopback(named->ai_addr)) fd = listener_open(named);
         else {
             const char *everywhere[] = {"::", "0.0.0.0"};
@@ -127,12 +128,14 @@ static int rendezvous_listen(const Launch *l) {
         if (named) freeaddrinfo(named);
         if (fd >= 0) return fd;
         if (listen_error != EADDRINUSE)
-            die(EXIT_CONFIG, "rank 0 cannot listen on port %d for the other ranks (rank 0's address is \"%s\"): %s", port, shown, strerror(listen_error));
+            die(EXIT_CONFIG, "rank 0 cannot listen on port %d for the other ranks (rank 0's address is \"%s\"): %s", port, shown,
+                strerror(listen_error));
     }
     if (l->n_ports > 1)
-        die(EXIT_CONFIG, "rank 0 cannot listen for the other ranks: ports %d to %d are all taken; choose one with MASTER_PORT", l->port, l->port + l->n_ports - 1);
-    die(EXIT_CONFIG, "rank 0 cannot listen for the other ranks: port %d is taken; end the program that holds it (ss -ltnp 'sport = :%d' shows it), or choose another with MASTER_PORT",
-        l->port, l->port);
+        die(EXIT_CONFIG, "rank 0 cannot listen for the other ranks: ports %d to %d are all taken; choose one with MASTER_PORT",
+            l->port, l->port + l->n_ports - 1);
+    die(EXIT_CONFIG, "rank 0 cannot listen for the other ranks: port %d is taken; end the program that holds it "
+        "(ss -ltnp 'sport = :%d' shows it), or choose another with MASTER_PORT", l->port, l->port);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -164,7 +167,8 @@ static Hello hello_make(const Launch *l) {
     h.local_rank = l->local_rank;
     h.pid = (int32_t)getpid();
     h.job = l->job;
-    if (getrandom(&h.process, sizeof h.process, 0) != (ssize_t)sizeof h.process) h.process = rng_mix((uint64_t)getpid() ^ (uint64_t)(clock_seconds() * 1e9));
+    if (getrandom(&h.process, sizeof h.process, 0) != (ssize_t)sizeof h.process)
+        h.process = rng_mix((uint64_t)getpid() ^ (uint64_t)(clock_seconds() * 1e9));
     if (gethostname(h.host, sizeof h.host - 1) != 0) strcpy(h.host, "unknown");
     char why[128];
     int64_t bytes = 0;
@@ -230,18 +234,19 @@ static void start_hello(Start *s, int fd, const Hello *h) {
         return;
     }
     if (h->world != star->world)
-        start_refuse(s, fd, EXIT_CONFIG, "rank %d (host %s, process %d) was told that there are %d ranks, rank 0 (host %s, process %d) that there are %d; start all ranks with one command",
-            h->rank, h->host, h->pid, h->world, self->host, self->pid, star->world);
+        start_refuse(s, fd, EXIT_CONFIG, "rank %d (host %s, process %d) was told that there are %d ranks, rank 0 (host %s, "
+            "process %d) that there are %d; start all ranks with one command", h->rank, h->host, h->pid, h->world, self->host, self->pid, star->world);
     Peer *p = &star->peer[h->rank];
     const Hello *before = &s->hello[h->rank];
     if (start_is_in(star, h->rank) && before->process != h->process)
-        start_refuse(s, fd, EXIT_CONFIG, "rank %d is claimed by two processes: host %s, process %d, and host %s, process %d; is a second job using port %d (choose another with MASTER_PORT), or a rank started twice?",
-            h->rank, before->host, before->pid, h->host, h->pid, s->launch->port);
+        start_refuse(s, fd, EXIT_CONFIG, "rank %d is claimed by two processes: host %s, process %d, and host %s, process %d; is a second job "
+            "using port %d (choose another with MASTER_PORT), or a rank started twice?", h->rank, before->host,
+            before->pid, h->host, h->pid, s->launch->port);
     for (int r = 0; h->local_rank >= 0 && r < star->world; r++) {
         const Hello *o = &s->hello[r];
         if (r != h->rank && start_is_in(star, r) && o->machine == h->machine && o->local_rank == h->local_rank)
-            start_refuse(s, fd, EXIT_CONFIG, "ranks %d and %d on host %s both have local rank %d (processes %d and %d); each rank of a host needs a number of its own",
-                r, h->rank, h->host, h->local_rank, o->pid, h->pid);
+            start_refuse(s, fd, EXIT_CONFIG, "ranks %d and %d on host %s both have local rank %d (processes %d and %d); "
+                "each rank of a host needs a number of its own", r, h->rank, h->host, h->local_rank, o->pid, h->pid);
     }
     if (p->fd >= 0) close(p->fd); // the same process tried again
     else s->n_in++;
@@ -278,7 +283,8 @@ static void start_accept(Start *s) {
         int fd = accept4(s->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd < 0) {
             if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)
-                start_refuse(s, -1, EXIT_CONFIG, "rank 0 cannot take in %d ranks: %s; raise the limit on open files (ulimit -n)", s->star->world, strerror(errno));
+                start_refuse(s, -1, EXIT_CONFIG, "rank 0 cannot take in %d ranks: %s; raise the limit on open files (ulimit -n)",
+                    s->star->world, strerror(errno));
             return; // nobody waits, or he left before his turn
         }
         socket_prepare(fd);
@@ -312,9 +318,10 @@ static void start_gather_ranks(Start *s, double deadline, double limit_s) {
             char missing[200], left[160] = "";
             start_missing(s, missing, sizeof missing);
             for (int r = 1; r < star->world && !left[0]; r++)
-                if (star->peer[r].fd < 0 && s->left[r]) snprintf(left, sizeof left, "; rank %d came and left (host %s, process %d)", r, star->peer[r].host, star->peer[r].pid);
-            start_refuse(s, -1, EXIT_PEER, "%d of %d ranks did not come within %.0f s: %s%s; %" PRId64 " other connections were no ranks, %" PRId64 " of another job",
-                star->world - s->n_in, star->world, limit_s, missing, left, s->n_dropped, s->n_other_jobs);
+                if (star->peer[r].fd < 0 && s->left[r])
+                    snprintf(left, sizeof left, "; rank %d came and left (host %s, process %d)", r, star->peer[r].host, star->peer[r].pid);
+            start_refuse(s, -1, EXIT_PEER, "%d of %d ranks did not come within %.0f s: %s%s; %" PRId64 " other connections were no ranks, %"
+                PRId64 " of another job", star->world - s->n_in, star->world, limit_s, missing, left, s->n_dropped, s->n_other_jobs);
         }
         for (int r = 1; r < star->world; r++) {
             Peer *peer = &star->peer[r];
@@ -377,6 +384,18 @@ static void rendezvous_serve(Star *star, const Launch *l, double limit_s) {
 // ---------------------------------------------------------------------------------------------------------------
 // The start, the other ranks' side
 
+// The system may give a connection the very port that it calls; it then succeeds without anybody listening. Such a one is
+// made to leave no trace when it is closed, or it would keep rank 0 from the port for a minute.
+static bool socket_met_itself(int fd) {
+    struct sockaddr_storage here, there;
+    socklen_t n = sizeof here, m = sizeof there;
+    if (getsockname(fd, (struct sockaddr *)&here, &n) != 0 || getpeername(fd, (struct sockaddr *)&there, &m) != 0) return false;
+    if (n != m || memcmp(&here, &there, n) != 0) return false;
+    struct linger at_once = {1, 0};
+    setsockopt(fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
+    return true;
+}
+
 // One try at one address, whose answer may take until `patience`. Returns the accepted connection, or -1 with a reason.
 static int call_address(const struct addrinfo *a, Hello hello, double patience, const char **why_not) {
     int fd = socket(a->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
@@ -388,8 +407,7 @@ static int call_address(const struct addrinfo *a, Hello hello, double patience, 
         if (poll_until(&p, 1, clock_seconds() + ANSWER_SECONDS) == 0) error = ETIMEDOUT; // the name's next address may do better
         else if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) != 0) error = errno;
     }
-    // A connection may meet itself when the system gives it the port that it calls; what comes back then is our own Hello.
-    const char *why = error ? strerror(error) : NULL;
+    const char *why = error ? strerror(error) : socket_met_itself(fd) ? "nobody listens there" : NULL;
     unsigned char bytes[sizeof(Answer)];
     Answer answer;
     if (!why) {
@@ -427,8 +445,10 @@ static int call_rank_0(const Launch *l, const Hello *hello, double deadline, dou
         struct timespec sleep = {0, (long)(pause * 1e9)};
         nanosleep(&sleep, NULL);
     }
-    if (name_error) die(EXIT_CONFIG, "MASTER_ADDR = \"%s\": no such host (%s); give the name or number of rank 0's host", shown, gai_strerror(name_error));
-    die(EXIT_PEER, "rank 0 was not reached at %s, port %d%s within %.0f s: %s; did it start, and is MASTER_ADDR its host?", shown, l->port, l->n_ports > 1 ? " and the next ones," : "", limit_s, why);
+    if (name_error)
+        die(EXIT_CONFIG, "MASTER_ADDR = \"%s\": no such host (%s); give the name or number of rank 0's host", shown, gai_strerror(name_error));
+    die(EXIT_PEER, "rank 0 was not reached at %s, port %d%s within %.0f s: %s; did it start, and is MASTER_ADDR its host?", shown, l->port,
+        l->n_ports > 1 ? " and the next ones," : "", limit_s, why);
 }
 
 static void rendezvous_call(Star *star, const Launch *l, double limit_s) {

@@ -80,7 +80,8 @@ static bool socket_host_silent(int fd) {
 // Sends or receives exactly `bytes`. Null, or the reason why not ("" when the other side has closed).
 static const char *socket_exactly(int fd, void *data, size_t bytes, bool sending, double deadline) {
     for (size_t done = 0; done < bytes;) {
-        ssize_t n = sending ? send(fd, (char *)data + done, bytes - done, MSG_NOSIGNAL | MSG_DONTWAIT) : recv(fd, (char *)data + done, bytes - done, MSG_DONTWAIT);
+        char *at = (char *)data + done;
+        ssize_t n = sending ? send(fd, at, bytes - done, MSG_NOSIGNAL | MSG_DONTWAIT) : recv(fd, at, bytes - done, MSG_DONTWAIT);
         if (n > 0) { done += (size_t)n; continue; }
         if (n == 0) return "";
         if (errno == EINTR) continue;
@@ -97,7 +98,8 @@ static const char *socket_exactly(int fd, void *data, size_t bytes, bool sending
 typedef enum { FRAME_EXPECTED, FRAME_OF_OTHER_CALL, FRAME_SAYS_LOST, FRAME_GARBAGE } FrameVerdict;
 
 static FrameVerdict frame_check(const Frame *got, const Frame *want, int world) {
-    if (got->magic != FRAME_MAGIC || got->kind < FRAME_BROADCAST || got->kind > FRAME_LOST || got->rank < 0 || got->rank >= world || got->bytes < 0) return FRAME_GARBAGE;
+    if (got->magic != FRAME_MAGIC || got->kind < FRAME_BROADCAST || got->kind > FRAME_LOST) return FRAME_GARBAGE;
+    if (got->rank < 0 || got->rank >= world || got->bytes < 0) return FRAME_GARBAGE;
     if (got->kind == FRAME_LOST) return FRAME_SAYS_LOST;
     return memcmp(got, want, sizeof *got) == 0 ? FRAME_EXPECTED : FRAME_OF_OTHER_CALL;
 }
@@ -128,10 +130,12 @@ __attribute__((noreturn)) static void star_lost(Star *s, const Peer *lost, const
         }
         for (int r = 1; r < s->world; r++)
             if (&s->peer[r] != lost) socket_exactly(s->peer[r].fd, &news, sizeof news, true, 0);
-        die(EXIT_PEER, "rank %d (host %s, process %d) is lost: %s, during %s", rank, lost->host, lost->pid, why[0] ? why : "it closed its connection", during);
+        die(EXIT_PEER, "rank %d (host %s, process %d) is lost: %s, during %s", rank, lost->host, lost->pid,
+            why[0] ? why : "it closed its connection", during);
     }
     Frame news; // rank 0's last words may lie behind the end of the connection
-    if (recv(lost->fd, &news, sizeof news, MSG_DONTWAIT) == (ssize_t)sizeof news && frame_check(&news, &news, s->world) == FRAME_SAYS_LOST) rank = news.rank;
+    bool whole = recv(lost->fd, &news, sizeof news, MSG_DONTWAIT) == (ssize_t)sizeof news;
+    if (whole && frame_check(&news, &news, s->world) == FRAME_SAYS_LOST) rank = news.rank;
     if (rank != 0) die_alike(EXIT_PEER, "rank %d is lost, says rank 0, during %s", rank, during);
     die(EXIT_PEER, "rank 0 (host %s) is lost: %s, during %s", lost->host, why[0] ? why : "it closed its connection", during);
 }
@@ -154,8 +158,9 @@ static bool transfer_step(Star *s, Transfer *all, int n, Transfer *t, Frame *roo
                 if (s->rank != 0) die_alike(EXIT_PEER, "rank %d is lost, says rank 0, during %s", room->rank, during);
                 star_lost(s, t->peer, during, "what it sent makes no sense", all, n);
             case FRAME_OF_OTHER_CALL:
-                die(EXIT_INTERNAL, "rank %d is at exchange %u (kind %u, %" PRId64 " bytes, rank %d), rank %d at exchange %u (%s, %" PRId64 " bytes, rank %d); do all ranks run the same program with the same configuration?",
-                    star_rank_of(s, t->peer), room->sequence, room->kind, room->bytes, room->rank, s->rank, t->frame.sequence, during, t->frame.bytes, t->frame.rank);
+                die(EXIT_INTERNAL, "rank %d is at exchange %u (kind %u, %" PRId64 " bytes, rank %d), rank %d at exchange %u (%s, %" PRId64
+                    " bytes, rank %d); do all ranks run the same program with the same configuration?", star_rank_of(s, t->peer), room->sequence,
+                    room->kind, room->bytes, room->rank, s->rank, t->frame.sequence, during, t->frame.bytes, t->frame.rank);
             case FRAME_GARBAGE: star_lost(s, t->peer, during, "what it sent makes no sense", all, n);
         }
     }
@@ -224,7 +229,8 @@ static void star_gather(Star *s, void *all, const void *mine, int64_t bytes) {
     Transfer *t = (Transfer *)host_alloc(sizeof(Transfer) * (size_t)s->world);
     int n = 0;
     if (s->rank != 0) t[n++] = transfer_make(&s->peer[0], true, FRAME_GATHER, sequence, s->rank, (void *)(uintptr_t)mine, bytes);
-    for (int r = 1; s->rank == 0 && r < s->world; r++) t[n++] = transfer_make(&s->peer[r], false, FRAME_GATHER, sequence, r, (char *)all + r * bytes, bytes);
+    for (int r = 1; s->rank == 0 && r < s->world; r++)
+        t[n++] = transfer_make(&s->peer[r], false, FRAME_GATHER, sequence, r, (char *)all + r * bytes, bytes);
     star_run(s, t, n, "a gather");
     free(t);
     pthread_mutex_unlock(&s->in_call);
@@ -259,8 +265,9 @@ static void star_watch(Star *s) {
         Frame f;
         if (socket_host_silent(s->peer[r].fd)) star_lost(s, &s->peer[r], "training", "its host is silent", NULL, 0);
         ssize_t k = recv(s->peer[r].fd, &f, sizeof f, MSG_PEEK | MSG_DONTWAIT); // data that is there belongs to the next exchange
-        if (k == 0 || (k < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)) star_lost(s, &s->peer[r], "training", k == 0 ? "" : strerror(errno), NULL, 0);
-        if (s->rank != 0 && k == (ssize_t)sizeof f && frame_check(&f, &f, s->world) == FRAME_SAYS_LOST) star_lost(s, &s->peer[r], "training", "", NULL, 0);
+        bool gone = k == 0 || (k < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+        bool news = s->rank != 0 && k == (ssize_t)sizeof f && frame_check(&f, &f, s->world) == FRAME_SAYS_LOST;
+        if (gone || news) star_lost(s, &s->peer[r], "training", k < 0 ? strerror(errno) : "", NULL, 0);
     }
     pthread_mutex_unlock(&s->in_call);
 }

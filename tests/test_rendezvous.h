@@ -288,6 +288,38 @@ static void test_addresses(Test *t) {
     }
 }
 
+// What the listener is bound to: loopback for numbers there, all addresses otherwise.
+static void test_listener(Test *t) {
+    const struct { const char *address; bool loopback; } rows[] = {{"127.0.0.1", true}, {"127.9.9.9", true}, {"localhost", false}, {"head-node", false}, {"10.1.2.3", false}};
+    for (int i = 0; i < 5; i++) {
+        Launch l = test_launch(0, 2, free_port());
+        strcpy(l.address, rows[i].address);
+        int fd = rendezvous_listen(&l);
+        struct sockaddr_storage a;
+        socklen_t size = sizeof a;
+        expect_true(t, getsockname(fd, (struct sockaddr *)&a, &size) == 0, "%s", strerror(errno));
+        expect_true(t, address_is_loopback((struct sockaddr *)&a) == rows[i].loopback, "rank 0 at %s listens on %s", rows[i].address, rows[i].loopback ? "more than loopback" : "loopback alone");
+        expect_true(t, fcntl(fd, F_GETFD) & FD_CLOEXEC, "the listener survives exec");
+        close(fd);
+    }
+}
+
+// A connection that meets itself is nobody's.
+static void test_meeting_itself(Test *t) {
+    int error = 0, port = free_port(), listener, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    struct addrinfo *a = address_look_up("127.0.0.1", port, AI_NUMERICHOST, &error);
+    expect_true(t, bind(fd, a->ai_addr, a->ai_addrlen) == 0 && connect(fd, a->ai_addr, a->ai_addrlen) == 0, "%s", strerror(errno));
+    expect_true(t, socket_met_itself(fd), "a connection to itself went unnoticed");
+    close(fd);
+    listener = listener_open(a);
+    fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    expect_true(t, listener >= 0 && connect(fd, a->ai_addr, a->ai_addrlen) == 0, "%s", strerror(errno));
+    expect_true(t, !socket_met_itself(fd), "a connection to another counts as one to itself");
+    close(fd);
+    close(listener);
+    freeaddrinfo(a);
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Strangers
 
@@ -826,6 +858,8 @@ static const TestRow rendezvous_tests[] = {
     {"exchanges of 1, 2, 4, 8 ranks", test_exchanges},
     {"large broadcast", test_large_broadcast},
     {"addresses", test_addresses},
+    {"listener", test_listener},
+    {"meeting itself", test_meeting_itself},
     {"strangers", test_strangers},
     {"second try", test_second_try},
     {"missing ranks", test_missing_ranks},
