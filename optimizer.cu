@@ -226,12 +226,13 @@ typedef struct {
     bool stop, save;    // some rank was asked to
 } OptimizerStats;
 
-static void optimizer_init(Optimizer *o, const Config *cfg) {
+static void optimizer_init(Optimizer *o, const Config *cfg, Stream stream) {
     memset(o, 0, sizeof *o);
     o->cfg = cfg;
     o->rule = &optimizer_rules[cfg->optimizer.type];
     loss_scaler_init(&o->scaler, &cfg->fp16);
     o->sums = (double *)device_malloc(SUM_COUNT * sizeof(double));
+    device_memset(o->sums, 0, SUM_COUNT * sizeof(double), stream);
     o->host_sums = (double *)pinned_malloc(SUM_COUNT * sizeof(double));
 }
 

@@ -14,11 +14,14 @@ static CommWorld test_world; // the ranks that run the tests
 #include "tests/test_config.h"
 #include "tests/test_model.h"
 #include "tests/test_parallel.h"
+#include "tests/test_comm.h"
+#include "tests/test_rendezvous.h"
 
 static const TestSection test_sections[] = {
     {"config", config_tests},   {"kernels", kernel_tests},       {"data", data_tests},     {"formats", format_tests},
     {"tables", table_tests},    {"schedules", schedule_tests},   {"golden", golden_tests}, {"trainer", trainer_tests},
     {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"parallel", parallel_tests},
+    {"comm", comm_tests},       {"rendezvous", rendezvous_tests},
 };
 
 // All ranks run the same rows; a failure on any of them fails the row, and rank 0 tells.

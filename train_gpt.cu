@@ -236,7 +236,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     zero_init(&t->zero, &t->model, options, t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
     trainer_list_uses(t);
     acts_init(&t->acts, &t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward);
-    optimizer_init(&t->opt, cfg);
+    optimizer_init(&t->opt, cfg, t->stream);
     for (int i = 0; i < 2; i++) {
         t->staging[i] = (int32_t *)pinned_malloc(2 * B * cfg->run.seq_len * 4);
         t->staging_free[i] = event_create();

@@ -114,7 +114,7 @@ typedef struct {
     int64_t version;       // of the weights: grows with every update
     // The list of uses: units in the order in which the program will fetch them, over and over.
     const int *use_list;
-    int n_uses, cursor;
+    int n_uses, cursor;    // cursor: the next use, n_uses at the end
     // Buffers that blocks share at stage 3, and gradients from stage 2 on.
     ParamBuffer *param_pool;
     int n_param_pool;
@@ -339,11 +339,12 @@ static bool gather_start(Zero *z, int unit, int64_t distance) {
 static bool zero_is_current(const Zero *z, int unit) { return z->unit[unit].status != UNIT_SHARDED && z->unit[unit].version == z->version; }
 
 // Starts the gathers that come next: those of the units that begin within prefetch_bucket_size elements of the cursor,
-// stopping at the first that has no buffer, so that a nearer unit never waits behind a further one.
+// stopping at the first that has no buffer, so that a nearer unit never waits behind a further one. It does not look past
+// the end of the list: what comes after is another update, and its weights are not written yet.
 static void zero_prefetch(Zero *z) {
     int64_t ahead = 0;
-    for (int i = 0; i < z->n_uses && ahead < z->opt.prefetch_bucket_size; i++) {
-        int u = zero_use_at(z, z->cursor + i);
+    for (int i = 0; z->cursor + i < z->n_uses && ahead < z->opt.prefetch_bucket_size; i++) {
+        int u = z->use_list[z->cursor + i];
         ahead += z->unit[u].whole;
         if (!zero_is_current(z, u) && !gather_start(z, u, zero_reuse_distance(z, u))) return;
     }
@@ -351,8 +352,11 @@ static void zero_prefetch(Zero *z) {
 
 static void zero_use(Zero *z, int unit) {
     UnitState *s = &z->unit[unit];
-    CHECK(z->n_uses == 0 || zero_use_at(z, z->cursor) == unit, "unit %d is fetched where the program says %d", unit, zero_use_at(z, z->cursor));
-    if (z->n_uses) z->cursor = (z->cursor + 1) % z->n_uses;
+    if (z->n_uses) {
+        if (z->cursor == z->n_uses) z->cursor = 0;
+        CHECK(z->use_list[z->cursor] == unit, "unit %d is fetched where the program says %d", unit, z->use_list[z->cursor]);
+        z->cursor++;
+    }
     // A nested use finds the unit current: weights change only between updates.
     if (!zero_is_current(z, unit)) CHECK(gather_start(z, unit, -1), "no buffer for unit %d", unit);
     if (s->status == UNIT_GATHERING) stream_wait_event(z->stream, s->gathered);
@@ -434,7 +438,9 @@ static void zero_begin_step(Zero *z) {
     memset(z->grad_written, 0, sizeof(bool) * (size_t)z->model->table.n_rows);
     for (int u = 0; u < z->model->table.n_units; u++) z->unit[u].shard_written = false;
     z->last_micro_batch = false;
-    CHECK(z->cursor == 0, "the last program ended at use %d of %d", z->cursor, z->n_uses);
+    CHECK(z->cursor == 0 || z->cursor == z->n_uses, "the last program ended at use %d of %d", z->cursor, z->n_uses);
+    z->cursor = 0;
+    zero_prefetch(z);
 }
 
 static Grads zero_grad_begin(Zero *z, int unit) {
@@ -480,11 +486,6 @@ static void zero_reduce_bucket(Zero *z) {
             comm_all_gather(z->reduce_group, s->grad, s->grad_shard, s->shard_numel, DTYPE_FP32, z->reduce_stream);
         }
         comm_batch_end();
-    }
-    if (scratch != z->reduce_scratch) {
-        // Kernels of the CPU backend run when they are called: the sums must be there. On a GPU a stream waits for itself at no cost.
-        event_record(z->computed, z->reduce_stream);
-        stream_wait_event(z->reduce_stream, z->computed);
     }
     scratch = z->reduce_scratch;
     for (int i = 0; i < z->n_bucket; i++) {

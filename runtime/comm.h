@@ -36,8 +36,7 @@ void comm_group_free(Group *g);
 // full[r*n .. (r+1)*n) = shard of rank r, n elements each. shard may be this rank's part of full.
 void comm_all_gather(Group g, void *full, const void *shard, int64_t n, DType t, Stream s);
 
-// shard = sum over ranks of their full[rank*n .. (rank+1)*n). shard may be this rank's part of full; the rest of full is
-// undefined afterwards.
+// shard = sum over ranks of their full[rank*n .. (rank+1)*n). shard may be this rank's part of full; the rest of full stays.
 void comm_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, Stream s);
 
 // x = sum over ranks of their x, in place, n elements; doubles for the second.

@@ -23,6 +23,7 @@ package_of() {
     case $1 in
         readelf) echo binutils ;;
         clang) echo clang libclang-rt-dev ;;
+        mpicc) echo libopenmpi-dev openmpi-bin ;;
         ps) echo procps ;;
         unshare | setpriv) echo util-linux ;;
         *) echo "$1" ;;

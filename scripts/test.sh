@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # test.sh - runs all tests of one build folder: scripts/test.sh build/cpu [suite ...]
 #
-# Suites: c (test_gpt), python (tests/test_*.py), cli (tests/test_cli.sh); all of them unless named. A suite that ends
+# Suites: c (test_gpt), ranks (test_gpt's sections for several ranks under mpirun -n 2, 3, 4), python (tests/test_*.py), cli
+# (tests/test_cli.sh); all of them unless named. A suite that ends
 # without its closing line counts as one failure. The last line is the sum: "N passed, N failed, N skipped".
 set -uo pipefail
 build=${1:?usage: scripts/test.sh BUILD_FOLDER [suite ...]}
 shift
-suites=" ${*:-c python cli} "
+suites=" ${*:-c ranks python cli} "
 cd "$(dirname "$0")/.." || exit 1
 # A test must not depend on the language of whoever runs it, nor leave anything but its verdict.
 export LC_ALL=C.UTF-8 PYTHONDONTWRITEBYTECODE=1
@@ -57,6 +58,20 @@ run_python() {
 }
 
 [[ $suites == *" c "* ]] && run_suite test_gpt "$build/test_gpt"
+# Only a build that carries several ranks has something to test here: comm_self.o runs one.
+run_ranks() {
+    local n
+    if [ ! -e "$build/comm_mpi.o" ] || ! command -v mpirun >/dev/null; then
+        echo "--- ranks: skipped, this build has no MPI"
+        add 0 0 3
+        return
+    fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMP_NUM_THREADS=1
+    for n in 2 3 4; do run_suite "$n ranks" timeout 300 mpirun -n "$n" "$build/test_gpt" comm parallel; done
+    unset OMP_NUM_THREADS
+}
+
+[[ $suites == *" ranks "* ]] && run_ranks
 [[ $suites == *" python "* ]] && run_python
 [[ $suites == *" cli "* ]] && run_suite command-line tests/test_cli.sh "$build/train_gpt"
 

@@ -541,7 +541,7 @@ static void test_forms(Test *t) {
     CHECK_CASES(t, row);
 }
 
-static void test_messages(Test *t) {
+static void test_config_messages(Test *t) {
     static const ConfigCase row[] = {
         {"{" MICRO ", \"gradient_clipp1ng\": 1}", "", 1, "gradient_clipp1ng", "", "", "f.json:1: gradient_clipp1ng = 1: is no key; did you mean \"gradient_clipping\"?"},
         {"{" MICRO ", \"zero_optimization\": {\"aio\": {\"block_size\": 1}}}", "", 1, "zero_optimization.aio", "", "", "did you mean \"aio\"?"},
@@ -704,7 +704,7 @@ static void test_combinations(Test *t) {
 // ---------------------------------------------------------------------------------------------------------------
 // The batch triangle
 
-static void test_batch(Test *t) {
+static void test_batch_triangle(Test *t) {
     static const struct { const char *name; BatchTriangle given; const char *blame; int64_t train, micro, accumulation, data; const char *says; } row[] = {
         // world, tensor, pipeline, sequence, train, micro, accumulation
         {"B1 equal", {8, 1, 1, 1, 64, 4, 2}, NULL, 64, 4, 2, 8, ""},
@@ -965,7 +965,7 @@ static void test_random(Test *t) {
                                        "\"OneCycle\"", "\"Interleaved\"", "[0.9, 0.95]", "[1]", "{}", "\"x\"", "9223372036854775807", "1e308", "\"linear\"", "\"cosine\"", "\"gpt2-124M\""};
     int n_pool = sizeof pool / sizeof *pool, good = 0;
     for (int trial = 0; trial < 3000; trial++) {
-        char override[8][400], text[2000] = "", all[3000];
+        char override[8][400], text[3300] = "", all[3000];
         const char *list[8];
         int n = 1 + (int)(rng_bits(1, 1, (uint64_t)trial) % 8);
         for (int i = 0; i < n; i++) {
@@ -1290,9 +1290,9 @@ static const TestRow config_tests[] = {
     {"files", test_files},
     {"cut_files", test_cut_files},
     {"forms", test_forms},
-    {"messages", test_messages},
+    {"messages", test_config_messages},
     {"combinations", test_combinations},
-    {"batch", test_batch},
+    {"batch", test_batch_triangle},
     {"values", test_values},
     {"precision", test_precision},
     {"round_trip", test_round_trip},

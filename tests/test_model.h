@@ -65,17 +65,23 @@ static void config_set_dtype(Config *c, DType t) {
     c->bf16.enabled = t == DTYPE_BF16;
 }
 
-// The ranks of this test run, data parallel.
+// The ranks of this test run, data parallel; and a grid of this rank alone, beside the others.
 static ProcessGrid test_grid(void) {
     GridAxes axes = {1, test_world.world, 1, 1};
     return grid_make(test_world.rank, axes);
+}
+static ProcessGrid grid_of_one(void) {
+    GridAxes one = {1, 1, 1, 1};
+    ProcessGrid g = grid_make(0, one);
+    g.first_rank = test_world.rank;
+    return g;
 }
 
 static const char *tiny_tokens = "data/golden/gpt2-tiny/tokens.bin"; // bytes of English text in llm.c's format
 
 // A trainer with data and initial weights, but no files of its own.
 static void tiny_trainer(Trainer *t, Config *c) {
-    trainer_init_core(t, c, test_grid(), true, c->batch.train_micro_batch_size_per_gpu);
+    trainer_init_core(t, c, grid_of_one(), true, c->batch.train_micro_batch_size_per_gpu);
     t->metrics.log_fd = -1;
     dataloader_open(&t->train, tiny_tokens, c->model.vocab_size, c->run.seq_len, c->batch.train_batch_size, false, false, 1, "data.train");
     t->has_train = true;
@@ -444,7 +450,7 @@ static void golden_compare(Test *t, const Golden *g, StateKind kind, const char 
 }
 
 // The trainer that a golden folder asks for, with its weights and tokens.
-static Golden golden_begin(const char *name, DType dtype) {
+static Golden golden_begin(const char *name, DType dtype, ProcessGrid grid, int stage) {
     Golden g;
     memset(&g, 0, sizeof g);
     snprintf(g.folder, sizeof g.folder, "data/golden/%s", name);
@@ -464,6 +470,11 @@ static Golden golden_begin(const char *name, DType dtype) {
     c->batch.train_micro_batch_size_per_gpu = golden_setting(&g, "micro");
     c->batch.gradient_accumulation_steps = golden_setting(&g, "accumulation");
     c->batch.train_batch_size = c->batch.train_micro_batch_size_per_gpu * c->batch.gradient_accumulation_steps;
+    if (grid.world > 1) { // the ranks share the global batch
+        c->batch.gradient_accumulation_steps = 1;
+        c->batch.train_micro_batch_size_per_gpu = c->batch.train_batch_size / grid.world;
+    }
+    c->zero.stage = stage;
     c->run.steps = golden_setting(&g, "steps");
     c->scheduler.type = SCHEDULE_COSINE;
     c->scheduler.warmup_steps = golden_setting(&g, "warmup");
@@ -471,7 +482,7 @@ static Golden golden_begin(const char *name, DType dtype) {
     c->scheduler.final_lr_frac = 0.1;
     g.trainer = (Trainer *)host_alloc(sizeof(Trainer));
     snprintf(path, sizeof path, "%s/tokens.bin", g.folder);
-    trainer_init_core(g.trainer, c, test_grid(), true, c->batch.train_micro_batch_size_per_gpu);
+    trainer_init_core(g.trainer, c, grid, true, c->batch.train_micro_batch_size_per_gpu);
     dataloader_open(&g.trainer->train, path, c->model.vocab_size, c->run.seq_len, c->batch.train_batch_size, false, false, 1, "data.train");
     g.trainer->has_train = true;
     g.trainer->metrics.log_fd = -1;
@@ -492,8 +503,8 @@ typedef struct {
     double loss, norm, grads0, final;
 } GoldenBounds;
 
-static void golden_run(Test *t, const char *name, DType dtype, GoldenBounds bound) {
-    Golden g = golden_begin(name, dtype);
+static void golden_run_on(Test *t, const char *name, DType dtype, ProcessGrid grid, int stage, GoldenBounds bound) {
+    Golden g = golden_begin(name, dtype, grid, stage);
     int at = g.expected.node[json_find(&g.expected, 0, "steps")].first;
     for (int k = 0; k < g.cfg->run.steps; k++, at = g.expected.node[at].next) {
         double loss = golden_number(&g, at, "loss_f64"), norm = golden_number(&g, at, "grad_norm_f64");
@@ -507,6 +518,8 @@ static void golden_run(Test *t, const char *name, DType dtype, GoldenBounds boun
     golden_compare(t, &g, STATE_MASTER, "final.safetensors", 1, bound.final);
     golden_end(&g);
 }
+
+static void golden_run(Test *t, const char *name, DType dtype, GoldenBounds bound) { golden_run_on(t, name, dtype, grid_of_one(), 0, bound); }
 
 // fp32: losses 2e-5 relative and norms 1e-4 against PyTorch in fp64, first gradients 1e-5 and final weights 1e-4 of the
 // tensor's largest value. 16 bits: 1 % for losses and norms. Final weights in 16 bits: the gradient of the key's bias is
@@ -522,7 +535,7 @@ static void test_golden_odd_bf16(Test *t) { golden_run(t, "gpt2-odd", DTYPE_BF16
 
 // Logits of the first micro-batch before training.
 static void golden_logits(Test *t, const char *name) {
-    Golden g = golden_begin(name, DTYPE_FP32);
+    Golden g = golden_begin(name, DTYPE_FP32, grid_of_one(), 0);
     Trainer *trainer = g.trainer;
     ActSlot *a = &trainer->acts.slot[0];
     load_micro_batch(trainer, 0, a);
@@ -715,7 +728,7 @@ static void run_planted(void *arg) {
 }
 
 // What cannot be trained ends with EXIT_NUMERICS and one line; what may pass is skipped.
-static void test_not_finite(Test *t) {
+static void test_run_not_finite(Test *t) {
     if (KERNELS_ON_GPU) { test_skip(t, "runs in a forked child, which may not use a GPU"); return; }
     Config *c = tiny_config();
     Planted nan_weight = {c, "h.1.ln_2.weight", NAN, 1};
@@ -900,7 +913,7 @@ static void test_initialisation_is_a_function(Test *t) {
 
 static const TestRow trainer_tests[] = {
     {"accumulation", test_accumulation}, {"repeats bit for bit", test_repeats}, {"evaluation leaves no trace", test_evaluation_leaves_no_trace},
-    {"overflow skips", test_overflow_skips}, {"not finite", test_not_finite}, {"infinite gradient", test_infinite_gradient}, {"zero gradients", test_zero_gradients},
+    {"overflow skips", test_overflow_skips}, {"not finite", test_run_not_finite}, {"infinite gradient", test_infinite_gradient}, {"zero gradients", test_zero_gradients},
     {"clipping", test_clipping}, {"vocabulary padding", test_vocabulary_padding}, {"untied head", test_untied_head}, {"optimizers learn", test_optimizers_learn},
     {"initialisation", test_initialisation_is_a_function}, {NULL, NULL},
 };

@@ -1,5 +1,5 @@
 // test_parallel.h - several ranks train as one: ZeRO stages, buckets and look-ahead against each other bit for bit, and
-// against a trainer of one rank that runs in the same process. Run with mpirun -n 1, 2, 3, 4 ./test_gpt parallel.
+// against a trainer of one rank that runs in the same process. Run with mpirun -n 1, 2, 3, 4, 6 or 8 ./test_gpt parallel.
 //
 // Class A, bit for bit (sums run in the order of the ranks): what is sharded, bucket sizes, look-ahead, live elements,
 // streams. With one micro-batch an update all stages; with several, 0 = 1 and 2 = 3, since 0 and 1 add micro-batches
@@ -7,9 +7,12 @@
 #pragma once
 #include "test_model.h"
 
-enum { PARALLEL_UPDATES = 10 };
+enum {
+    PARALLEL_UPDATES = 10,
+    PARALLEL_SAMPLES = 24, // an update: they divide by 1, 2, 3, 4, 6 and 8 ranks
+};
 
-// 12 samples an update divide by 1, 2, 3 and 4 ranks; widths that no number of ranks divides.
+// Widths and a vocabulary that no number of ranks divides.
 static Config *parallel_config(int64_t accumulation) {
     Config *c = tiny_config();
     c->model.n_layer = 3;
@@ -17,21 +20,14 @@ static Config *parallel_config(int64_t accumulation) {
     c->model.vocab_size = 131;
     c->run.seq_len = 19;
     c->batch.gradient_accumulation_steps = accumulation;
-    c->batch.train_batch_size = 12 * accumulation;
+    c->batch.train_batch_size = PARALLEL_SAMPLES * accumulation;
     return c;
-}
-
-static ProcessGrid grid_of_one(void) {
-    GridAxes one = {1, 1, 1, 1};
-    ProcessGrid g = grid_make(0, one);
-    g.first_rank = test_world.rank;
-    return g;
 }
 
 // PARALLEL_UPDATES updates on the ranks of a grid; the caller frees the weights.
 static float *parallel_run(const Config *config, ProcessGrid grid, StepStats *stats, int64_t *n, double *val_loss, Zero *bytes) {
     Config c = *config;
-    c.batch.train_micro_batch_size_per_gpu = 12 / grid.world;
+    c.batch.train_micro_batch_size_per_gpu = PARALLEL_SAMPLES / grid.world;
     Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
     trainer_init_core(trainer, &c, grid, true, c.batch.train_micro_batch_size_per_gpu);
     trainer->metrics.log_fd = -1;
@@ -174,14 +170,14 @@ static void test_resume_across_stages(Test *t) {
     snprintf(c->run.resume, sizeof c->run.resume, "auto");
     snprintf(c->checkpoint.save_dir, sizeof c->checkpoint.save_dir, "%s", folder);
     c->zero.stage = 3;
-    c->batch.train_micro_batch_size_per_gpu = 12 / test_world.world;
+    c->batch.train_micro_batch_size_per_gpu = PARALLEL_SAMPLES / test_world.world;
     StepStats want[4];
     Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
     for (int way = -1; way < 4; way++) { // -1 trains and saves; 0..3 load under that stage
         c->zero.stage = way < 0 ? 3 : way;
         trainer_init_core(trainer, c, test_grid(), true, c->batch.train_micro_batch_size_per_gpu);
         trainer->metrics.log_fd = -1;
-        dataloader_open(&trainer->train, tiny_tokens, 131, c->run.seq_len, 12, false, false, 1, "data.train");
+        dataloader_open(&trainer->train, tiny_tokens, 131, c->run.seq_len, PARALLEL_SAMPLES, false, false, 1, "data.train");
         trainer->has_train = true;
         if (way < 0) {
             zero_init_weights(&trainer->zero, 7);
@@ -204,7 +200,17 @@ static void test_resume_across_stages(Test *t) {
     free(c);
 }
 
+// PyTorch's run by all ranks together: the global batch of 8 (or 9) shared among them, where it divides.
+static void golden_together(Test *t, const char *name, int64_t batch, DType dtype, GoldenBounds bound) {
+    if (batch % test_world.world != 0) { test_skip(t, "a global batch of %" PRId64 " does not divide by %d ranks", batch, test_world.world); return; }
+    for (int stage = 0; stage < 4; stage++) golden_run_on(t, name, dtype, test_grid(), stage, bound);
+}
+static void test_golden_together(Test *t) { golden_together(t, "gpt2-tiny", 8, DTYPE_FP32, golden_fp32); }
+static void test_golden_together_bf16(Test *t) { golden_together(t, "gpt2-tiny", 8, DTYPE_BF16, golden_bf16); }
+static void test_golden_odd_together(Test *t) { golden_together(t, "gpt2-odd", 9, DTYPE_FP32, golden_fp32); }
+
 static const TestRow parallel_tests[] = {
+    {"golden run, all stages", test_golden_together}, {"golden run, all stages, bf16", test_golden_together_bf16}, {"odd golden run, all stages", test_golden_odd_together},
     {"stages, fp32", test_stages_fp32}, {"stages, bf16", test_stages_bf16}, {"stages, fp16", test_stages_fp16}, {"stages, accumulation", test_stages_accumulation},
     {"buckets", test_buckets}, {"optimizers, sharded", test_optimizers_sharded}, {"bytes", test_sharded_bytes}, {"resume across stages", test_resume_across_stages},
     {NULL, NULL},
