@@ -285,18 +285,20 @@ row_output_cannot_be_made() {
 }
 
 row_no_permission_to_write() {
-    local as=()
+    local as=() program=$binary
     mkdir readonly
     if [ "$(id -u)" -eq 0 ]; then
         command -v setpriv >/dev/null || { skip "no setpriv"; return; }
         as=(setpriv --reuid=65534 --regid=65534 --clear-groups)
-        chmod 755 "$base" . && "${as[@]}" test -r config.json && "${as[@]}" test -x "$binary" || { skip "another user cannot reach the binary"; return; }
+        chmod 755 "$base" . && cp -- "$binary" program && chmod 755 program # the build folder may be out of another user's reach
+        "${as[@]}" test -r config.json && "${as[@]}" test -x program || { skip "another user cannot reach $PWD"; return; }
+        program=$PWD/program
     fi
     chmod 555 readonly
-    "${as[@]}" timeout 60 "$binary" -c "$PWD/config.json" data.train="$PWD/train.txt" run.output_dir="$PWD/readonly/out" >out 2>err </dev/null
+    "${as[@]}" timeout 60 "$program" -c "$PWD/config.json" data.train="$PWD/train.txt" run.output_dir="$PWD/readonly/out" >out 2>err </dev/null
     equal "exit code" $? 73
     says "readonly"
-    "${as[@]}" timeout 60 "$binary" -c "$PWD/config.json" data.train="$PWD/train.txt" run.output_dir="$PWD/readonly" >out 2>err </dev/null
+    "${as[@]}" timeout 60 "$program" -c "$PWD/config.json" data.train="$PWD/train.txt" run.output_dir="$PWD/readonly" >out 2>err </dev/null
     equal "exit code" $? 73
     says "readonly"
 }
