@@ -9,6 +9,7 @@
 // FAKE_GPUS is what cudaGetDeviceCount says. FAKE_NCCL injects a fault, on the rank FAKE_RANK alone if that is set:
 //     init     communicators never get ready        usage   collectives refuse, as with two ranks on one GPU
 //     async    the third collective of a communicator fails in the background while its call hangs
+//     lost     at the third collective the process of FAKE_RANK ends with code 75, and the others hang in the call
 #include "nccl.h"
 #include "../../runtime/tensor.h"
 #include <pthread.h>
@@ -47,10 +48,15 @@ static Batch collected;
 static int group_depth;
 static char last_error[128];
 
-static bool fault(const char *name) {
-    const char *wanted = getenv("FAKE_NCCL"), *rank = getenv("FAKE_RANK"), *mine = getenv("RANK");
-    return wanted && strcmp(wanted, name) == 0 && (!rank || (mine && strcmp(rank, mine) == 0));
+static bool fault_here(void) {
+    const char *rank = getenv("FAKE_RANK"), *mine = getenv("RANK");
+    return !rank || (mine && strcmp(rank, mine) == 0);
 }
+static bool fault_anywhere(const char *name) {
+    const char *wanted = getenv("FAKE_NCCL");
+    return wanted && strcmp(wanted, name) == 0;
+}
+static bool fault(const char *name) { return fault_anywhere(name) && fault_here(); }
 
 static void state_set(ncclComm *c, ncclResult_t state) { __atomic_store_n(&c->state, (int)state, __ATOMIC_RELEASE); }
 static ncclResult_t state_of(ncclComm *c) { return (ncclResult_t)__atomic_load_n(&c->state, __ATOMIC_ACQUIRE); }
@@ -160,6 +166,10 @@ static ncclResult_t collective_begin(Kind kind, const void *send, void *receive,
     if (fault("usage")) {
         snprintf(last_error, sizeof last_error, "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000\n");
         return ncclInvalidUsage;
+    }
+    if (fault_anywhere("lost") && comm->collectives == FAULT_AT) {
+        if (fault_here()) _exit(EXIT_PEER);
+        sleep(30);
     }
     if (fault("async") && comm->collectives == FAULT_AT) {
         snprintf(last_error, sizeof last_error, "NET/IB: Got completion from peer with status=12\n");
