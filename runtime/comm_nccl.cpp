@@ -4,9 +4,9 @@
 // star go the identifiers from which NCCL makes its communicators. One communicator a group (a channel).
 //
 // Nothing waits for ever. Communicators are non-blocking, so that a call of NCCL that waits for a peer returns
-// ncclInProgress and is asked about until it is done or a limit passes. Once a second a helper thread looks for errors that NCCL found
-// in its own threads, and for ranks whose connection to the star has closed. What a GPU does meanwhile cannot be stopped
-// and need not be: the program ends, and the driver clears up.
+// ncclInProgress and is asked about until it is done or a limit passes. Four times a second a helper thread looks for
+// errors that NCCL found in its own threads, and for ranks whose connection to the star has closed. What a GPU does
+// meanwhile cannot be stopped and need not be: the program ends, and the driver clears up.
 //
 // NCCL adds 16-bit types in fp32 and rounds at every hop, so with more than two ranks more than once. Its order of
 // addition depends on the sizes and on the GPUs' connections, but is the same in every call and every run.
@@ -24,7 +24,7 @@
 #ifndef GROUP_SECONDS
 #define GROUP_SECONDS 120
 #endif
-enum { CHANNELS_MAX = 64, FINISH_SECONDS = 10 };
+enum { CHANNELS_MAX = 64, FINISH_SECONDS = 10, HELPER_MS = 250 };
 
 typedef struct {
     ncclComm_t comm; // null: free
@@ -96,7 +96,8 @@ static void *helper(void *) {
         star_watch(&star);
         struct timespec until;
         clock_gettime(CLOCK_REALTIME, &until);
-        until.tv_sec++;
+        until.tv_nsec += HELPER_MS * 1000000;
+        if (until.tv_nsec >= 1000000000) { until.tv_sec++; until.tv_nsec -= 1000000000; }
         pthread_cond_timedwait(&helper_wakes, &channels_lock, &until);
     }
     pthread_mutex_unlock(&channels_lock);

@@ -82,7 +82,7 @@ ends "more ranks than GPUs" 2 5 "local rank 2 of 4 on this host, which shows 2 G
 ends "a communicator that never gets ready" 75 8 "NCCL's ncclCommInitRankConfig (place 1 in a group of 3) did not get through within 3 s" 3 FAKE_NCCL=init FAKE_RANK=1 -- "$program"
 ends "a use that NCCL refuses" 2 5 "NCCL's ncclAllGather failed (place 0 in a group of 2): invalid usage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000;" 2 FAKE_NCCL=usage -- "$program"
 ends "an error in NCCL's threads, while the rank hangs" 75 6 "remote process exited or there was a network error: NET/IB: Got completion from peer with status=12;" 3 FAKE_NCCL=async -- "$program"
-ends "a rank that is gone, while the others hang" 75 4 "error: rank 1 (host " 3 FAKE_NCCL=lost FAKE_RANK=1 -- "$program"
+ends "a rank that is gone, while the others hang" 75 2.5 "error: rank 1 (host " 3 FAKE_NCCL=lost FAKE_RANK=1 -- "$program"
 
 echo "$passed passed, $failed failed, 0 skipped"
 [ "$failed" -eq 0 ]
