@@ -2,7 +2,7 @@
 """Proves that the tests can fail: plants one bug at a time in a copy of the tree, and demands that a section of
 ./test_gpt notices. Usage: tests/teeth.py [number ...]; without numbers, all bugs. Closes with "N passed, N failed".
 
-A bug is (file, text, replacement, section, what it is). The text must occur exactly once in its file, so that a bug
+A bug is (file, text, replacement, section, what it is); a section with "@N" runs on N ranks. The text must occur exactly once in its file, so that a bug
 whose place has moved is reported instead of silently not planted.
 """
 import os
@@ -59,6 +59,18 @@ BUGS = [
      "tokens that do not occur keep their old gradient"),
     ("kernels/cpu/optimizer.cpp", "sqrtf(v[i] / a.bias_correction2) + a.eps", "sqrtf(v[i] / a.bias_correction2 + a.eps)", "kernels",
      "epsilon is added inside the root"),
+    ("zero.cu", "stream_wait_event(z->reduce_stream, z->computed); // the gradients are written", "", "parallel@2",
+     "a reduction starts before the gradients are written"),
+    ("zero.cu", "if (s->status == UNIT_GATHERING) stream_wait_event(z->stream, s->gathered);", "", "parallel@2",
+     "a unit computes before its weights have arrived"),
+    ("zero.cu", "if (z->reduce_group.size == 1) return; // the shard is the whole", "return;", "parallel@2",
+     "gradients are not reduced"),
+    ("zero.cu", "bool add = zero_shards_grads(z) && s->shard_written;", "bool add = false;", "parallel@2",
+     "a micro-batch overwrites the sum of the earlier ones"),
+    ("optimizer.cu", "DTYPE_FP32, z->unit[u].shard_numel), u > 0", "DTYPE_FP32, z->unit[u].update_numel), u > 0", "parallel@2",
+     "elements that every rank holds count twice in the norm"),
+    ("train_gpt.cu", "first = t->samples + (mb * D + t->grid.zero_rank) * B;", "first = t->samples + mb * D * B;", "parallel@2",
+     "all ranks read the same samples"),
 ]
 
 
@@ -71,7 +83,8 @@ def main():
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     picked = [int(a) for a in sys.argv[1:]] or range(1, len(BUGS) + 1)
     files = subprocess.run(["git", "-C", root, "ls-files", "-z"], capture_output=True, check=True).stdout.decode().split("\0")
-    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1", OMPI_MCA_rmaps_base_oversubscribe="1")
     passed = failed = 0
     with tempfile.TemporaryDirectory() as copy:
         for name in filter(None, files):
@@ -96,7 +109,9 @@ def main():
                     verdict = "FAIL it does not compile: bring tests/teeth.py up to date"
                 else:
                     # A crash is noticed, too; only a section that passes has no teeth.
-                    verdict = "ok   noticed by" if run([binary, section], "log") != 0 else "FAIL not noticed by"
+                    name_of, _, ranks = section.partition("@")
+                    command = (["timeout", "120", "mpirun", "-n", ranks] if ranks else []) + [binary, name_of]
+                    verdict = "ok   noticed by" if run(command, "log") != 0 else "FAIL not noticed by"
                     verdict += f" section {section}"
                 open(name, "w").write(source)
             passed, failed = passed + verdict.startswith("ok"), failed + verdict.startswith("FAIL")
