@@ -21,7 +21,7 @@ static int64_t device_cpu_allocated;
 
 // The value of "key : value" or "key: value unit" in a file of /proc, as text. False if it is not there.
 static bool proc_field(const char *path, const char *key, char *value, size_t room) {
-    FILE *f = fopen(path, "r");
+    FILE *f = fopen(path, "re");
     char line[512];
     bool found = false;
     while (f && !found && fgets(line, sizeof line, f)) {
@@ -40,7 +40,7 @@ static bool proc_field(const char *path, const char *key, char *value, size_t ro
 static void file_numbers(const char *folder, const char *name, int64_t *first, int64_t *second) {
     char path[1280];
     snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *f = fopen(path, "r");
+    FILE *f = fopen(path, "re");
     int64_t n[2] = {-1, -1};
     if (f && fscanf(f, "%" SCNd64 " %" SCNd64, &n[0], &n[1]) < 1) n[0] = -1;
     if (f) fclose(f);
@@ -56,7 +56,7 @@ static int64_t meminfo_bytes(const char *key) {
 // Calls look(folder, v2, result) for the control group of this process that rules `controller`, and for all above it, in
 // version 2 (one hierarchy) and version 1 (one for each controller). In a container the topmost is the container's.
 static void cgroup_each(const char *controller, void (*look)(const char *folder, bool v2, int64_t *result), int64_t *result) {
-    FILE *f = fopen("/proc/self/cgroup", "r");
+    FILE *f = fopen("/proc/self/cgroup", "re");
     char line[1024];
     while (f && fgets(line, sizeof line, f)) { // number:controllers:path
         line[strcspn(line, "\n")] = 0;
@@ -125,6 +125,7 @@ void device_init(int index) {
     memory_now(&device_cpu.memory_bytes, &available);
     int64_t processors = omp_get_max_threads();
     if (!getenv("OMP_NUM_THREADS")) cgroup_each("cpu", look_at_cpu, &processors); // threads beyond the quota would only wait for each other
+    processors = min_i64(processors, 4 * (int64_t)omp_get_num_procs()); // a slip in OMP_NUM_THREADS must not end in libgomp's memory
     omp_set_num_threads((int)processors);
     device_cpu.threads = (int)processors;
 #ifdef __GLIBC__

@@ -57,7 +57,8 @@ void device_init(int index) {
     info.driver_version = driver;
     info.runtime_version = runtime;
     info.memory_bytes = (int64_t)properties.totalGlobalMem;
-    info.threads = omp_get_max_threads();
+    info.threads = (int)min_i64(omp_get_max_threads(), 4 * (int64_t)omp_get_num_procs()); // a slip in OMP_NUM_THREADS must not end in libgomp's memory
+    omp_set_num_threads(info.threads);
 }
 
 DeviceInfo device_info(void) { return info; }
