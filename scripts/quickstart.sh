@@ -31,7 +31,7 @@ echo "a sample:"
 cat <<TEXT
 
 That was a GPT trained from nothing. What next:
-  ./train_gpt -c scripts/examples/quickstart.json run.steps=2000     go on training (it resumes from $out)
+  ./train_gpt -c scripts/examples/quickstart.json run.steps=5000     go on training (it resumes from $out)
   ./train_gpt -c scripts/examples/quickstart.json --generate "The"   another sample
   ./train_gpt -c scripts/examples/quickstart.json data.train=YOUR.txt data.val=null run.output_dir=out/mine
                                                                      your own text
