@@ -83,7 +83,7 @@ else ifeq ($(COMM),nccl)
 endif
 
 CPU_OBJS := $(patsubst kernels/cpu/%.cpp,$(BUILD)/kernels_cpu_%.o,$(sort $(wildcard kernels/cpu/*.cpp)))
-OBJS := $(CPU_OBJS) $(BUILD)/device_$(BACKEND).o $(BUILD)/comm_$(COMM).o
+OBJS := $(CPU_OBJS) $(BUILD)/device_$(BACKEND).o $(BUILD)/comm_$(COMM).o $(BUILD)/watch.o $(BUILD)/flight.o
 ifeq ($(BACKEND),cuda)
   CUDA_HOME ?= $(abspath $(dir $(realpath $(NVCC)))/..)
   # a toolkit that the distribution put below /usr is on the compiler's paths already, and must not come first there

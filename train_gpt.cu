@@ -17,6 +17,7 @@
 #include "runtime/tokenizer.h"  // Tokenizer: tokens to text and back
 #include "runtime/metrics.h"    // console line and log.jsonl
 #include "runtime/comm.h"       // groups and collectives
+#include "runtime/watch.h"      // beat between the ranks, flight recorder, verdicts
 #include "model.cu"             // ParamTable, ActTable, unit_forward, unit_backward
 #include "zero.cu"              // sharded weights, gradients, optimizer states
 #include "acts.cu"              // activation slots
@@ -98,14 +99,34 @@ static void cores_take_share(CommWorld world) {
     if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads((int)max_i64(1, CPU_COUNT(&all) / world.local_world));
 }
 
+static bool trainer_only_reads(const Config *cfg) { return cfg->generate || cfg->export_dir[0]; }
+
+// Connects the ranks' beats. The flight recorder lies in the output folder; runs that only read leave none.
+static void watch_begin(const Config *cfg, CommWorld world) {
+    char folder[CONFIG_PATH_MAX + 16];
+    snprintf(folder, sizeof folder, "%s/flight", cfg->run.output_dir);
+    WatchJob job;
+    memset(&job, 0, sizeof job);
+    job.rank = world.rank;
+    job.world = world.world;
+    job.one_host = world.local_world == world.world;
+    job.flight_dir = trainer_only_reads(cfg) || world.world == 1 ? NULL : folder;
+    job.limits = watch_default_limits((double)cfg->zero.timeout);
+    if (job.flight_dir) make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
+    WatchAddress address;
+    memset(&address, 0, sizeof address);
+    watch_prepare(&job, &address);
+    comm_host_broadcast(&address, sizeof address, 0);
+    watch_start(&address);
+    watch_announce(WATCH_LOAD, 1800); // model, data, checkpoint: their times depend on sizes and disks
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Setting up
 
 // What checkpoint.cu and huggingface.cu call on rank 0; kind 0 = masters, then the optimizer's states.
 static void trainer_weights_get(void *zero, int row, float *values) { zero_ask_read(zero, row, STATE_MASTER, values); }
 static void trainer_weights_put(void *zero, int row, const float *values) { zero_ask_write(zero, row, STATE_MASTER, values); }
-
-static bool trainer_only_reads(const Config *cfg) { return cfg->generate || cfg->export_dir[0]; }
 
 static CheckpointTensors trainer_tensors(Trainer *t) {
     CheckpointTensors c;
@@ -378,6 +399,7 @@ static StepStats train_step(Trainer *t) {
     for (int i = 0; i < t->pipe.n; i++) {
         Instr in = t->pipe.prog[i];
         ActSlot *a = &t->acts.slot[in.mb % t->pipe.n_slots];
+        watch_progress(t->step, in.mb, in.op == OP_LOAD ? WATCH_DATA : in.op == OP_FWD ? WATCH_FORWARD : WATCH_BACKWARD);
         switch (in.op) {
         case OP_LOAD: load_micro_batch(t, in.mb, a); break;
         case OP_FWD: forward_chunk(t, in.chunk, a); break;
@@ -388,6 +410,7 @@ static StepStats train_step(Trainer *t) {
         }
         event_record(t->mark[i + 1], t->stream);
     }
+    watch_progress(t->step, t->pipe.n_micro_batches, WATCH_UPDATE);
     zero_finish_grads(&t->zero);
     OptimizerStats o = optimizer_step(&t->opt, &t->zero, n_tokens, t->step, stop_signal != 0, save_signal != 0);
     event_record(t->mark[t->pipe.n + 1], t->stream);
@@ -426,7 +449,9 @@ static double evaluate(Trainer *t) {
     a->mode = FORWARD_EVAL;
     zero_set_uses(&t->zero, t->eval_uses, t->n_eval_uses);
     device_memset(t->eval_sum, 0, sizeof(double), t->stream);
+    watch_announce(WATCH_EVALUATE, 600);
     for (int64_t pass = 0; pass < samples; pass += B * D) {
+        watch_tick();
         int64_t first = min_i64(samples, pass + t->grid.zero_rank * B);
         load_samples(t, &t->val, a, first, min_i64(B, samples - first), B);
         forward_chunk(t, 0, a);
@@ -482,6 +507,7 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
     ActSlot *a = &t->acts.slot[0];
     a->mode = FORWARD_LOGITS;
     zero_set_uses(&t->zero, t->eval_uses, t->n_eval_uses);
+    watch_announce(WATCH_SAMPLE, 600);
     int64_t from = max_i64(0, length - T); // the window starts here
     memmove(text, text + from, (size_t)(length - from) * 4);
     length -= from;
@@ -533,6 +559,7 @@ static TrainingState trainer_state(const Trainer *t) {
 
 // Saves; a failure warns and leaves the older checkpoints as they are, unless this is the last chance.
 static void save(Trainer *t, bool last_chance) {
+    watch_announce(WATCH_SAVE, 1800);
     if (t->grid.rank > 0) { zero_serve(&t->zero); return; }
     TrainingState state = trainer_state(t);
     CheckpointTensors tensors = trainer_tensors(t);
@@ -641,7 +668,7 @@ static void train(Trainer *t) {
             save_signal = 0;
         }
     }
-    if (t->stop && t->grid.rank == 0) printf("signal %d: update %" PRId64 " is finished, saving\n", (int)stop_signal, t->step);
+    if (t->stop && t->grid.rank == 0) printf("signal %s: update %" PRId64 " is finished, saving\n", stop_signal ? strsignal(stop_signal) : "to another rank", t->step);
     if (!t->stop && t->has_val && run->eval_every > 0) evaluate_and_log(t);
     if (saved_at != t->step) save(t, true);
     if (t->grid.rank > 0) return;
@@ -657,12 +684,14 @@ static void train(Trainer *t) {
 int main(int argc, char **argv) {
     descriptors_ensure();
     signals_install();
+    watch_arm(60);
     CommWorld world = comm_start();
     message_rank = world.rank;
     cores_take_share(world);
     Config *cfg = config_load(argc, argv); // JSON to structs, or the list of what is wrong and exit 2
     if (cfg->world != world.world)
         die_alike(EXIT_CONFIG, "the launcher started %" PRId64 " ranks, but this binary was built without MPI or NCCL and runs one; install them (make install-deps), build again, or start one process", cfg->world);
+    watch_begin(cfg, world);
     Trainer t;
     trainer_init(&t, cfg, world);          // tables, shards, slots, program, in that order
     if (world.rank == 0) trainer_print_start(&t);
@@ -671,6 +700,7 @@ int main(int argc, char **argv) {
     trainer_free(&t);
     free(cfg);
     comm_finish();
+    watch_goodbye();
     return EXIT_OK;
 }
 #endif

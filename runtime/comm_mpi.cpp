@@ -23,6 +23,7 @@
 #include "comm.h"
 #include "device_cpu.h"
 #include "launch.h"
+#include "watch.h"
 #include <mpi.h>
 #include <sched.h>
 
@@ -55,20 +56,24 @@ typedef struct {
     int64_t turns, turn;   // second halves enqueued, and started
     int pending;           // collectives that are enqueued and not finished
     Stream stream;         // of the last one
+    int watch;             // its number in watch.h, which counts what is entered and done
 } Channel;
 
 static Channel channels[CHANNELS_MAX];
 static bool mpi_runs;
 static int groups_made; // tells apart group creations that are under way at the same time on overlapping ranks
 
-static void channel_open(Channel *c, MPI_Comm comm) {
+// group: a number that the members alone give
+static void channel_open(Channel *c, MPI_Comm comm, int group) {
     memset(c, 0, sizeof *c);
     c->comm = comm;
+    c->watch = watch_channel_open((uint32_t)group, NULL);
     MPI_TRY(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN));
     MPI_TRY(MPI_Comm_dup(comm, &c->second)); // the copy inherits the handler
 }
 
 static void channel_close(Channel *c) {
+    watch_channel_close(c->watch);
     MPI_TRY(MPI_Comm_free(&c->second));
     MPI_TRY(MPI_Comm_free(&c->comm));
     c->comm = MPI_COMM_NULL;
@@ -106,7 +111,7 @@ CommWorld comm_start(void) {
     MPI_TRY(MPI_Comm_size(host, &comm_world.local_world));
     MPI_TRY(MPI_Comm_free(&host));
     MPI_TRY(MPI_Comm_dup(MPI_COMM_WORLD, &world));
-    channel_open(&channels[0], world);
+    channel_open(&channels[0], world, 1);
     return comm_world;
 }
 
@@ -140,7 +145,7 @@ Group comm_group_create(const int *rank, int n) {
     MPI_TRY(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag, &comm));
     MPI_TRY(MPI_Group_free(&members));
     MPI_TRY(MPI_Group_free(&world));
-    channel_open(&channels[g.channel], comm);
+    channel_open(&channels[g.channel], comm, 2 + tag);
     return g;
 }
 
@@ -228,12 +233,17 @@ typedef struct Collective {
     MPI_Datatype type;        // of a piece that is too long for a count
     bool arrived;             // MPI is done
     struct Collective *next;  // in flight
+    uint64_t watched;         // its number on the watch's channel
 } Collective;
 
 static Collective *in_flight; // started and not arrived, oldest first
 
 static const char *kind_name(Kind k) {
     return k == KIND_ALL_GATHER ? "all_gather" : k == KIND_REDUCE_SCATTER ? "reduce_scatter" : k == KIND_ALL_REDUCE ? "all_reduce" : "broadcast";
+}
+
+static WatchOp watch_op(Kind k) {
+    return k == KIND_ALL_GATHER ? WATCH_ALL_GATHER : k == KIND_REDUCE_SCATTER ? WATCH_REDUCE_SCATTER : k == KIND_ALL_REDUCE ? WATCH_ALL_REDUCE : WATCH_BROADCAST;
 }
 
 static char *own_memory(Collective *c, int64_t bytes) { // contents undefined: zeroing it would take as long as the exchange
@@ -275,6 +285,7 @@ static void gather_start(Collective *c, MPI_Comm comm) {
 
 static void collective_start(Collective *c) {
     Channel *channel = &channels[c->group.channel];
+    c->watched = watch_collective_enter(channel->watch, watch_op(c->kind), c->bytes);
     MPI_Datatype type;
     const int count = piece_count(c, &type);
     if (c->kind == KIND_BROADCAST)
@@ -351,6 +362,7 @@ static void collective_finish(DeviceWork *w) {
     if (c->adds) add_pieces(c->target, c->received, c->group.size, c->n, c->element, c->op);
     else if (c->target_bytes > 0 && c->received != c->target) memcpy(c->target, c->received, (size_t)c->target_bytes);
     channels[c->group.channel].pending--;
+    watch_collective_done(channels[c->group.channel].watch, c->watched);
     if (c->type != MPI_DATATYPE_NULL) MPI_TRY(MPI_Type_free(&c->type));
     free(c->own[0]);
     free(c->own[1]);

@@ -75,6 +75,10 @@ static inline const char *text_escape(char *dst, size_t room, const char *src, s
 // Which rank speaks; 0 with one rank. Set once, by comm_start's caller. Notes come from rank 0 alone; an error says its rank.
 static int message_rank = 0;
 
+// Told of the last line of this process, so that its peers leave with the same code instead of calling it lost. watch.cpp has
+// it; a program without ranks does without.
+__attribute__((weak)) void watch_last_words(int code, const char *line);
+
 // One line on stderr, then the given exit code.
 __attribute__((noreturn)) PRINTF_LIKE(2, 3) static inline void die(int code, const char *format, ...) {
     char line[2048];
@@ -86,6 +90,7 @@ __attribute__((noreturn)) PRINTF_LIKE(2, 3) static inline void die(int code, con
     if (message_rank > 0) fprintf(stderr, "error: rank %d: %s\n", message_rank, line);
     else fprintf(stderr, "error: %s\n", line);
     fflush(stderr);
+    if (watch_last_words) watch_last_words(code, line);
     _exit(code); // not exit(): no handler may hang the way out
 }
 
