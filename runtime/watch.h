@@ -67,6 +67,7 @@ void watch_prepare(const WatchJob *job, WatchAddress *address);
 // Connects, opens the flight recorder, returns when all are in; leaves naming the missing ranks otherwise. With one rank
 // there is no network: the recorder, the crash handlers and the ceiling remain.
 void watch_start(const WatchAddress *address);
+// Before it, when all is saved and freed and only comm_finish is left: watch_announce(WATCH_END, ...).
 // Blocks until the peers know that this end is no accident: the hub until all have said goodbye.
 void watch_goodbye(void);
 

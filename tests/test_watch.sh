@@ -294,6 +294,22 @@ own_error() { # a rank that ends through die: all leave with its code, and nobod
         says run "error: cannot write shard 7: No space left on device"
     done
 }
+crash_at_the_end() { # in a library's thread, when all is done: MPI_Finalize does that now and then
+    if [[ ${CXXFLAGS:-} == *sanitize=address* ]]; then skip "AddressSanitizer has handlers of its own"; return; fi
+    local r
+    for r in 0 2; do spawn "rank$r" ranks=4 steps=20 target=$r fault=end_crash; done # the main thread waits for it
+    for r in 0 2; do
+        collect "rank$r"
+        codes "rank$r" 0,0,0,0
+        lines "rank$r" 0
+        says "rank$r" "note: rank $r: a thread of a library crashed (SIGSEGV) after all work was done"
+    done
+    if [ -x "$base/mpi_ranks" ]; then
+        under_mpirun run steps=20 target=2 fault=end_crash late_end_ms=5
+        mpi_code run 0
+        lines run 0
+    fi
+}
 never_ends() { # goodbye is said, but the process stays
     once run ranks=3 steps=5 target=1 fault=no_end end=1
     codes run 0,75,0
@@ -553,7 +569,7 @@ PY
     )
     equal "processes left a second after mpirun by $*" "$(sed -nE 's/.*left=([0-9]+).*/\1/p' "$run/out")" 0
 }
-mpi_code() { equal "exit code of mpirun in $1 ($(grep -a '^error' "$1/err" | head -n 1 | head -c 300))" "$(sed -nE 's/^code=([0-9-]+).*/\1/p' "$1/out")" "$2"; }
+mpi_code() { equal "exit code of mpirun in $1 ($(grep -aA12 '^error' "$1/err" | head -c 1500))" "$(sed -nE 's/^code=([0-9-]+).*/\1/p' "$1/out")" "$2"; }
 
 mpi_normal() {
     local i n=$((long ? 50 : 5))
@@ -667,7 +683,7 @@ if command -v mpicxx >/dev/null && command -v mpirun >/dev/null; then
 fi
 
 for name in normal_ends late_end disturbances slow_rank under_load one_rank \
-    kill_any where_it_died stop_each loop_each stuck_otherwise leaves_early crashes own_error never_ends full_pipe \
+    kill_any where_it_died stop_each loop_each stuck_otherwise leaves_early crashes own_error crash_at_the_end never_ends full_pipe \
     missing_rank strangers garbage descriptors recorder bad_recorders no_recorder link_down link_blinks link_reset slow_link \
     mpi_normal mpi_faults mpi_stop mpi_shim mpi_two_hosts; do
     row "$name"

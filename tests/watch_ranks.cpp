@@ -129,6 +129,12 @@ static void fault_now(int port) {
     }
 }
 
+static void *crash_later(void *) { // as a library's own thread
+    if (!shared) usleep(o.late_end_ms * 1000);
+    *nowhere = 1;
+    return NULL;
+}
+
 // Faults that strike before the collective of their step; the others have a place of their own.
 static bool at_start_of_step(void) {
     static const char *const name[] = {"kill", "stop", "loop", "segv", "abort", "exit", "die", "garbage"};
@@ -228,6 +234,8 @@ static int run_rank(void) {
     }
     watch_announce(WATCH_END, 10);
     if (at_fault && is(o.fault, "late_end")) sleep_ms(o.late_end_ms);
+    pthread_t thread;
+    if (at_fault && is(o.fault, "end_crash") && (pthread_create(&thread, NULL, crash_later, NULL) != 0 || (shared && pthread_join(thread, NULL) != 0))) return EXIT_INTERNAL;
 #ifdef WITH_MPI
     if (!shared) MPI_Finalize();
 #endif
