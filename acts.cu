@@ -5,7 +5,7 @@
 // saved activations of every unit. The policy of this file is the simplest: everything that backward reads is kept, and
 // scratch is shared by all units and slots, since one unit computes at a time. Read next: pipeline.cu.
 #pragma once
-#include "zero.cu"
+#include "model.cu"
 
 typedef struct {
     int64_t B, T;           // of the micro-batch that is in the slot now; at most the sizes given to acts_init

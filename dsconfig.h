@@ -337,7 +337,7 @@ static const char *config_show_node(const Json *j, int node, char *dst, size_t r
     case JSON_STRING:
         text_escape(dst + 1, room - 2, json_text(j, node), (size_t)n->length);
         dst[0] = '"';
-        strcat(dst, "\"");
+        memcpy(dst + strlen(dst), "\"", 2);
         break;
     default: text_escape(dst, room, json_text(j, node), (size_t)n->length);
     }
@@ -1196,9 +1196,10 @@ static void config_print_usage(FILE *out) {
             "  --export DIR             write the newest checkpoint as a Hugging Face folder\n"
             "  --load_dir DIR           folder of checkpoints to resume from, generate with or export\n"
             "  --load_tag TAG           one checkpoint of it instead of the newest\n"
+            "  --flight DIR             print the flight recorders that a run of several ranks left in OUTPUT_DIR/flight\n"
             "  --local_rank N           set by launchers\n"
             "  --help, --version\n\n"
-            "Exit codes: 0 done, 2 configuration refused, 65 data, 66 checkpoint, 70 a bug here, 73 and 74 files, 76 numerics.\n");
+            "Exit codes: 0 done, 2 configuration refused, 65 data, 66 checkpoint, 70 a bug here, 73 and 74 files, 75 a rank was lost, 76 numerics.\n");
 }
 
 // ---------------------------------------------------------------------------------------------------------------

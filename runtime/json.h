@@ -184,7 +184,7 @@ static inline const char *json_here(const JsonParser *p, char room[32]) {
     size_t length = 1;
     while (length < 4 && p->at + length < p->end && ((unsigned char)p->at[length] & 0xc0) == 0x80) length++; // one character
     text_escape(room + 1, 28, p->at, length);
-    strcat(room, "\"");
+    memcpy(room + strlen(room), "\"", 2);
     return room;
 }
 

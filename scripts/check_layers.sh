@@ -8,8 +8,9 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 layers='
-8 test_gpt.cu
-7 train_gpt.cu
+9 test_gpt.cu
+8 train_gpt.cu
+7 trainer.cu evaluate.cu
 6 checkpoint_format.cu checkpoint.cu huggingface.cu planner.cu
 5 pipeline.cu optimizer.cu
 4 zero.cu offload.cu acts.cu
@@ -26,7 +27,7 @@ runtime/watch_state.h>runtime/watch.h runtime/watch_state.h>runtime/flight.h run
 runtime/watch_peers.h>runtime/watch_exit.h runtime/watch_progress.h>runtime/watch_state.h
 runtime/star.h>runtime/comm.h runtime/rendezvous.h>runtime/star.h runtime/dataloader.h>runtime/shards.h
 dsconfig.h>dsconfig_keys.h dsconfig.h>dsconfig_rules.h checkpoint.cu>checkpoint_format.cu
-zero.cu>offload.cu acts.cu>zero.cu model.cu>tensor_parallel.cu
+zero.cu>offload.cu evaluate.cu>trainer.cu model.cu>tensor_parallel.cu
 '
 
 declare -A layer_of

@@ -1,0 +1,202 @@
+// evaluate.cu - what happens once in a while beside training: evaluation, samples, checkpoints, export.
+//
+// With several ranks all of them come here together: each computes its share, and rank 0 alone prints, writes files and reads
+// them (see zero_serve).
+#pragma once
+#include "trainer.cu"
+
+static void forward_chunk(Trainer *t, int chunk, ActSlot *a); // train_gpt.cu
+static void load_samples(Trainer *t, DataLoader *d, ActSlot *a, int64_t first, int64_t n, int64_t B);
+
+// Mean loss over the first eval_batches micro-batches of each rank of the validation set (0 = all of it). The set is fixed,
+// and nothing that training reads afterwards is touched: no gradient, no weight, no position in the training data. The
+// ranks run equally many passes, whatever is left for the last one: a pass without samples computes, and counts nothing.
+static double evaluate(Trainer *t) {
+    int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, T = t->cfg->run.seq_len, D = t->grid.zero_size, samples = t->val.n_samples;
+    if (t->cfg->run.eval_batches > 0) samples = min_i64(samples, t->cfg->run.eval_batches * B * D);
+    ActSlot *a = &t->acts.slot[0];
+    a->mode = FORWARD_EVAL;
+    zero_set_uses(&t->zero, t->eval_uses, t->n_eval_uses);
+    device_memset(t->eval_sum, 0, sizeof(double), t->stream);
+    watch_announce(WATCH_EVALUATE, 600);
+    for (int64_t pass = 0; pass < samples; pass += B * D) {
+        watch_tick();
+        int64_t first = min_i64(samples, pass + t->grid.zero_rank * B);
+        load_samples(t, &t->val, a, first, min_i64(B, samples - first), B);
+        forward_chunk(t, 0, a);
+        Acts head = acts_begin(&t->acts, a, t->model.table.n_units - 1);
+        sum_to_double(t->eval_sum, head.act[ACT_LOSSES], true, t->stream);
+    }
+    comm_all_reduce_double(t->reduce_group, t->eval_sum, 1, COMM_SUM, t->stream);
+    double sum;
+    device_copy(&sum, t->eval_sum, sizeof sum, COPY_TO_HOST, t->stream);
+    stream_sync(t->stream);
+    return sum / (double)(samples * T);
+}
+
+static void evaluate_and_log(Trainer *t) {
+    char number[32];
+    double start = clock_seconds(), loss = evaluate(t);
+    if (t->grid.rank > 0) return;
+    printf("step %6" PRId64 "/%" PRId64 "         | val loss %8.5f | %.1f s\n", t->step, t->cfg->run.steps, loss, clock_seconds() - start);
+    fflush(stdout);
+    metrics_log(&t->metrics, "{\"event\":\"eval\",\"at_step\":%" PRId64 ",\"val_loss\":%s,\"tokens\":%" PRId64 "}", t->step, json_number(number, sizeof number, loss), t->tokens);
+}
+
+// Draws one token from softmax(logits[0..V)); `at` is uniform in [0, 1).
+static int32_t sample_token(const void *logits, DType dtype, int64_t V, double at) {
+    double largest = -INFINITY, sum = 0;
+    for (int64_t i = 0; i < V; i++) largest = fmax(largest, dtype_load(logits, dtype, i));
+    for (int64_t i = 0; i < V; i++) sum += exp(dtype_load(logits, dtype, i) - largest);
+    at *= sum;
+    for (int64_t i = 0; i < V; i++) if ((at -= exp(dtype_load(logits, dtype, i) - largest)) < 0) return (int32_t)i;
+    return (int32_t)(V - 1);
+}
+
+// Tokens of a prompt, at most one a byte; dies when the vocabulary cannot say it.
+static int64_t prompt_encode(const Trainer *t, const char *prompt, int32_t *tokens) {
+    int64_t n = tokenizer_encode(&t->tokenizer, prompt, (int64_t)strlen(prompt), tokens);
+    if (n < 0)
+        die_alike(EXIT_CONFIG, "the prompt cannot be written in this model's vocabulary of %" PRId64 " tokens, from byte %" PRId64 " on; give the tokens' strings with train_gpt.data.tokenizer=FILE, or leave the prompt empty",
+            t->model.V, -1 - n);
+    return n;
+}
+
+// Continues the prompt by n tokens and prints both. The text is a function of (weights, prompt, seed). Each token is a
+// forward pass over the text so far, its length rounded up; beyond the model's positions the older half is forgotten.
+static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t seed) {
+    int64_t T = t->cfg->run.seq_len, row_bytes = t->model.Vp * dtype_bytes(t->model.dtype);
+    int64_t prompt_bytes = (int64_t)strlen(prompt);
+    int32_t *text = (int32_t *)host_alloc((size_t)(prompt_bytes + 1 + T) * 4);
+    void *logits = host_alloc((size_t)row_bytes);
+    TokenText shown = {NULL, 0, 0}; // what is decoded and not printed yet
+    int64_t length = prompt_encode(t, prompt, text);
+    for (int64_t i = 0; i < length; i++) tokenizer_decode_append(&t->tokenizer, text[i], &shown);
+    if (length == 0) text[length++] = t->tokenizer.end_of_text >= 0 ? t->tokenizer.end_of_text : (int32_t)min_i64('\n', t->model.V - 1);
+    ActSlot *a = &t->acts.slot[0];
+    a->mode = FORWARD_LOGITS;
+    zero_set_uses(&t->zero, t->eval_uses, t->n_eval_uses);
+    watch_announce(WATCH_SAMPLE, 600);
+    int64_t from = max_i64(0, length - T); // the window starts here
+    memmove(text, text + from, (size_t)(length - from) * 4);
+    length -= from;
+    for (int64_t k = 0; k < n && !(stop_signal && t->grid.world == 1); k++) {
+        if (length == T) {
+            length = max_i64(1, T / 2);
+            memmove(text, text + T - length, (size_t)length * 4);
+        }
+        a->B = 1;
+        a->T = min_i64(T, round_up(length, 32));
+        for (int64_t i = length; i < a->T; i++) text[i] = 0; // causal attention: nothing before sees them
+        device_copy(a->tokens, text, a->T * 4, COPY_TO_DEVICE, t->stream);
+        forward_chunk(t, 0, a);
+        Acts head = acts_begin(&t->acts, a, t->model.table.n_units - 1);
+        device_copy(logits, (char *)head.act[ACT_LOGITS].data + (length - 1) * row_bytes, row_bytes, COPY_TO_HOST, t->stream);
+        stream_sync(t->stream);
+        text[length] = sample_token(logits, t->model.dtype, t->model.V, rng_uniform(seed, text_hash("sample"), (uint64_t)k));
+        tokenizer_decode_append(&t->tokenizer, text[length++], &shown);
+        if (t->grid.rank > 0) continue; // every rank computes and draws the same; one prints
+        int64_t printed = tokenizer_print(stdout, shown.data, shown.length, k + 1 < n); // all but a character that is not whole yet
+        memmove(shown.data, shown.data + printed, (size_t)(shown.length - printed));
+        shown.length -= printed;
+        fflush(stdout);
+    }
+    if (t->grid.rank == 0) putchar('\n');
+    fflush(stdout);
+    free(shown.data);
+    free(text);
+    free(logits);
+}
+
+static TrainingState trainer_state(const Trainer *t) {
+    TrainingState s;
+    memset(&s, 0, sizeof s);
+    s.step = t->step;
+    s.applied_updates = t->opt.applied_updates;
+    s.tokens = t->tokens;
+    s.skipped = t->opt.skipped;
+    s.loss_scale = t->opt.scaler.scale;
+    s.scaler_iteration = t->opt.scaler.iteration;
+    s.scaler_last_overflow = t->opt.scaler.last_overflow;
+    s.scaler_hysteresis_left = t->opt.scaler.hysteresis_left;
+    s.consecutive_skipped = t->opt.consecutive_skipped;
+    s.seed = (uint64_t)t->cfg->run.seed;
+    s.data_fingerprint = t->has_train ? t->train.fingerprint : 0;
+    s.data_samples = t->samples;
+    return s;
+}
+
+// Saves; a failure warns and leaves the older checkpoints as they are, unless this is the last chance.
+static void save(Trainer *t, bool last_chance) {
+    watch_announce(WATCH_SAVE, 1800);
+    if (t->grid.rank > 0) { zero_serve(&t->zero); return; }
+    TrainingState state = trainer_state(t);
+    CheckpointTensors tensors = trainer_tensors(t);
+    SaveResult r = checkpoint_save(t->store, &state, &tensors, t->cfg->checkpoint.keep_n_most_recent, t->cfg->checkpoint.num_checkpoints_to_keep);
+    zero_ask(ASK_DONE, 0, 0);
+    metrics_log(&t->metrics, "{\"event\":\"checkpoint\",\"at_step\":%" PRId64 ",\"durable\":%s,\"bytes\":%" PRId64 ",\"seconds\":%.4f}", t->step, r.durable ? "true" : "false", r.bytes, r.seconds);
+    if (r.durable) printf("step %6" PRId64 "/%" PRId64 "         | saved %s: %.1f MB in %.2f s\n", t->step, t->cfg->run.steps, r.name, (double)r.bytes / 1e6, r.seconds);
+    else if (last_chance) die(EXIT_IO, "the last checkpoint, of step %" PRId64 ", could not be saved: %s; make room and resume from the checkpoint before it", t->step, r.why);
+    else if (t->store->failed_in_a_row >= 3) die(EXIT_IO, "three checkpoints in a row could not be saved, the last one of step %" PRId64 ": %s; make room and resume from the newest one", t->step, r.why);
+    else note("the checkpoint of step %" PRId64 " could not be saved: %s; earlier ones are intact, training goes on", t->step, r.why);
+    fflush(stdout);
+}
+
+// Loads the checkpoint that the configuration asks for; false when `auto` finds none. Rank 0 reads, all learn.
+static bool trainer_load(Trainer *t) {
+    const Config *cfg = t->cfg;
+    const char *which = cfg->load_tag[0] ? cfg->load_tag : cfg->run.resume;
+    char room[CONFIG_PATH_MAX + 16], name[CONFIG_NAME_MAX] = "";
+    if (strcmp(which, "none") == 0) return false;
+    TrainingState s;
+    double found = 0;
+    const char *dir = trainer_load_dir(cfg, room, sizeof room);
+    if (access(dir, F_OK) != 0 && (cfg->load_dir[0] || cfg->checkpoint.load_path[0]))
+        die_alike(EXIT_CHECKPOINT, "%s = %s: %s; name a folder with checkpoints", cfg->load_dir[0] ? "--load_dir" : "checkpoint.load_path", dir, strerror(errno));
+    if (t->grid.rank > 0) zero_serve(&t->zero);
+    else {
+        CheckpointTensors tensors = trainer_tensors(t);
+        found = checkpoint_load(dir, which, &s, &tensors, name, sizeof name);
+        zero_ask(ASK_DONE, 0, 0);
+    }
+    comm_host_broadcast(&found, sizeof found, 0);
+    if (found == 0) return false;
+    comm_host_broadcast(&s, sizeof s, 0);
+    if (t->has_train && s.data_fingerprint != t->train.fingerprint)
+        die_alike(EXIT_DATA, "train_gpt.data.train: the files are not those that checkpoint %s was trained on; resume with the same files, or --export the model and start a new run with model.init_from", name);
+    if (cfg->scheduler.last_batch_iteration != -1)
+        die_alike(EXIT_CONFIG, "scheduler.params.last_batch_iteration = %" PRId64 ": a checkpoint was loaded, and it knows where the schedule is; remove the key, or say run.resume=none", cfg->scheduler.last_batch_iteration);
+    t->step = s.step;
+    t->tokens = s.tokens;
+    t->samples = s.data_samples;
+    t->opt.applied_updates = s.applied_updates;
+    t->opt.skipped = s.skipped;
+    t->opt.consecutive_skipped = s.consecutive_skipped;
+    if (t->opt.scaler.dynamic) {
+        t->opt.scaler.scale = s.loss_scale;
+        t->opt.scaler.iteration = s.scaler_iteration;
+        t->opt.scaler.last_overflow = s.scaler_last_overflow;
+        t->opt.scaler.hysteresis_left = s.scaler_hysteresis_left;
+    }
+    if (t->grid.rank == 0) printf("resumed from %s: step %" PRId64 ", %" PRId64 " tokens\n", name, t->step, t->tokens);
+    return true;
+}
+
+static bool due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
+
+// --generate and --export: the newest checkpoint, else the model that the configuration starts from.
+static void run_reader(Trainer *t) {
+    const Config *cfg = t->cfg;
+    if (!trainer_load(t)) {
+        if (!cfg->model.init_from[0])
+            die_alike(EXIT_CHECKPOINT, "%s: there is no checkpoint in this run's folder and no train_gpt.model.init_from; train first, or name a model", cfg->generate ? "--generate" : "--export");
+        trainer_init_weights(t);
+    }
+    if (cfg->export_dir[0] && t->grid.rank > 0) zero_serve(&t->zero);
+    else if (cfg->export_dir[0]) {
+        hf_export(cfg->export_dir, &t->model.c, &t->model.table, t->model.dtype, trainer_weights_get, &t->zero);
+        zero_ask(ASK_DONE, 0, 0);
+        printf("exported to %s\n", cfg->export_dir);
+    }
+    if (cfg->generate) generate_text(t, cfg->generate_prompt, cfg->run.sample_tokens > 0 ? cfg->run.sample_tokens : 256, (uint64_t)cfg->run.seed);
+}

@@ -1,0 +1,314 @@
+// trainer.cu - the Trainer: everything that a run owns, how it is set up and taken down.
+//
+// All state hangs from the Trainer; nothing here is global but the flags that signal handlers set. trainer_init_core makes
+// what a test needs, trainer_init adds data, log and checkpoints. Read next: train_gpt.cu, which uses it.
+#pragma once
+#include "runtime/utils.h"      // die, CHECK, note, safe files, rng_*
+#include "runtime/tensor.h"     // Tensor, 16-bit floats
+#include "runtime/device.h"     // memory, streams, events, copies
+#include "dsconfig.h"           // Config, config_load
+#include "kernels/kernels.h"    // the mathematics, cpu:: and cuda::
+#include "runtime/dataloader.h" // DataLoader: shards, order of samples, prefetch
+#include "runtime/tokenizer.h"  // Tokenizer: tokens to text and back
+#include "runtime/metrics.h"    // console line and log.jsonl
+#include "runtime/comm.h"       // groups and collectives
+#include "runtime/watch.h"      // beat between the ranks, flight recorder, verdicts
+#include "model.cu"             // ParamTable, ActTable, unit_forward, unit_backward
+#include "zero.cu"              // sharded weights, gradients, optimizer states
+#include "acts.cu"              // activation slots
+#include "pipeline.cu"          // the program of one update
+#include "optimizer.cu"         // update rules, schedules, loss scaling, clipping
+#include "checkpoint.cu"        // save and resume
+#include "huggingface.cu"       // import and export of model folders
+#include <omp.h>
+#include <sched.h>
+#include <signal.h>
+
+typedef struct {
+    Config *cfg;
+    ProcessGrid grid;
+    Group gather_group, reduce_group; // the grid's zero ranks, as two channels
+    Stream stream;
+    Model model;
+    Zero zero;
+    ActStore acts;
+    Pipeline pipe;
+    int *train_uses, *eval_uses; // units in the order in which an update, or a forward pass, fetches them
+    int n_train_uses, n_eval_uses;
+    Optimizer opt;
+    DataLoader train, val;
+    bool has_train, has_val;
+    Tokenizer tokenizer;
+    Metrics metrics;
+    CheckpointStore *store;  // null when this run does not save
+    // Two staging buffers take turns, so that the host fills one while the other is still being copied.
+    int32_t *staging[2];     // pinned, tokens then targets of one micro-batch
+    Event staging_free[2];   // recorded when the copy from it is enqueued
+    int64_t staged;          // micro-batches staged so far
+    Event *mark;             // (pipe.n + 2): before the update, after each instruction, after the optimizer
+    double *eval_sum;        // one double in the backend's memory
+    int64_t step;            // updates done, skipped ones included
+    int64_t tokens, samples; // consumed by them
+    int64_t start_step;      // where this process began
+    bool stop, save;         // some rank was asked to, as all ranks know since the last update
+} Trainer;
+
+// ---------------------------------------------------------------------------------------------------------------
+// Signals. A handler sets a flag; the loop looks at it between updates.
+
+static volatile sig_atomic_t stop_signal, save_signal;
+
+static void on_stop_signal(int number) {
+    if (stop_signal) _exit(128 + number); // the second one does not wait
+    stop_signal = number;
+}
+static void on_save_signal(int number) { save_signal = number; }
+
+static void signals_install(void) {
+    struct sigaction stop = {}, save = {}, ignore = {};
+    stop.sa_handler = on_stop_signal;
+    save.sa_handler = on_save_signal;
+    stop.sa_flags = save.sa_flags = SA_RESTART;
+    ignore.sa_handler = SIG_IGN;
+    sigaction(SIGINT, &stop, NULL);
+    sigaction(SIGTERM, &stop, NULL);
+    sigaction(SIGUSR2, &stop, NULL);
+    sigaction(SIGUSR1, &save, NULL);
+    sigaction(SIGPIPE, &ignore, NULL); // a reader that goes away must not end training
+    sigaction(SIGXFSZ, &ignore, NULL); // a write past the limit returns an error instead
+}
+
+// Descriptors 0 to 2 exist, so that no checkpoint becomes descriptor 1 and receives what is printed.
+static void descriptors_ensure(void) {
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF && open("/dev/null", O_RDWR) != fd) _exit(EXIT_INTERNAL);
+}
+
+// mpirun ties each rank to one core unless it is told otherwise. That suits the CPU backend, where a rank computes on its
+// core; a rank with a GPU has host work (initial weights, data, checkpoints) for its share of all cores.
+static void cores_take_share(CommWorld world) {
+    if (!KERNELS_ON_GPU || !getenv("OMPI_COMM_WORLD_SIZE")) return;
+    cpu_set_t all;
+    memset(&all, 0xff, sizeof all); // the kernel keeps those that this process may use
+    if (sched_setaffinity(0, sizeof all, &all) != 0 || sched_getaffinity(0, sizeof all, &all) != 0) return;
+    if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads((int)max_i64(1, CPU_COUNT(&all) / world.local_world));
+}
+
+static bool trainer_only_reads(const Config *cfg) { return cfg->generate || cfg->export_dir[0]; }
+
+// Connects the ranks' beats. The flight recorder lies in the output folder; runs that only read leave none.
+static void watch_begin(const Config *cfg, CommWorld world) {
+    char folder[CONFIG_PATH_MAX + 16];
+    snprintf(folder, sizeof folder, "%s/flight", cfg->run.output_dir);
+    WatchJob job;
+    memset(&job, 0, sizeof job);
+    job.rank = world.rank;
+    job.world = world.world;
+    job.one_host = world.local_world == world.world;
+    job.flight_dir = trainer_only_reads(cfg) || world.world == 1 ? NULL : folder;
+    job.limits = watch_default_limits((double)cfg->zero.timeout);
+    if (job.flight_dir) make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
+    WatchAddress address;
+    memset(&address, 0, sizeof address);
+    watch_prepare(&job, &address);
+    comm_host_broadcast(&address, sizeof address, 0);
+    watch_start(&address);
+    watch_announce(WATCH_LOAD, 1800); // model, data, checkpoint: their times depend on sizes and disks
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Setting up
+
+// What checkpoint.cu and huggingface.cu call on rank 0; kind 0 = masters, then the optimizer's states.
+static void trainer_weights_get(void *zero, int row, float *values) { zero_ask_read(zero, row, STATE_MASTER, values); }
+static void trainer_weights_put(void *zero, int row, const float *values) { zero_ask_write(zero, row, STATE_MASTER, values); }
+
+static CheckpointTensors trainer_tensors(Trainer *t) {
+    CheckpointTensors c;
+    memset(&c, 0, sizeof c);
+    c.table = &t->model.table;
+    c.model = &t->model.c;
+    c.n_kinds = 1 + t->zero.n_states;
+    c.kind[0] = "master";
+    for (int i = 0; i < t->zero.n_states; i++) c.kind[1 + i] = t->opt.rule->state_name[i];
+    c.ctx = &t->zero;
+    c.get = zero_ask_read;
+    c.put = zero_ask_write;
+    if (!trainer_only_reads(t->cfg)) return c;
+    c.n_kinds = 1; // no optimizer here: whatever trained the model, its weights are enough
+    c.get = NULL;
+    return c;
+}
+
+// Where this run saves, and where it looks for something to resume from.
+static const char *trainer_save_dir(const Config *cfg, char *room, size_t size) {
+    if (cfg->checkpoint.save_dir[0]) return cfg->checkpoint.save_dir;
+    snprintf(room, size, "%s/checkpoints", cfg->run.output_dir);
+    return room;
+}
+static const char *trainer_load_dir(const Config *cfg, char *room, size_t size) {
+    if (cfg->load_dir[0]) return cfg->load_dir;
+    return cfg->checkpoint.load_path[0] ? cfg->checkpoint.load_path : trainer_save_dir(cfg, room, size);
+}
+
+// Completes the model's sizes from the folder that it starts from, and checks what only the whole can tell.
+static void trainer_resolve_model(Config *cfg) {
+    ModelConfig *m = &cfg->model;
+    bool tied = m->tie_word_embeddings;
+    if (m->init_from[0]) hf_config_read(m->init_from, m);
+    if (tied != m->tie_word_embeddings && config_given(cfg, "train_gpt.model.tie_word_embeddings"))
+        die_alike(EXIT_CONFIG, "train_gpt.model.tie_word_embeddings = %s: the model in model.init_from has a head that is %s; remove the key", tied ? "true" : "false", tied ? "not tied" : "tied");
+    if (m->n_inner == 0) m->n_inner = 4 * m->n_embd;
+    if (cfg->run.seq_len == 0) cfg->run.seq_len = m->n_positions;
+    if (cfg->run.seq_len > m->n_positions)
+        die_alike(EXIT_CONFIG, "train_gpt.run.seq_len = %" PRId64 ": the model has %" PRId64 " positions; lower seq_len or raise model.n_positions", cfg->run.seq_len, m->n_positions);
+    if (m->n_embd % m->n_head != 0)
+        die_alike(EXIT_CONFIG, "train_gpt.model.n_embd = %" PRId64 ": not divisible by n_head = %" PRId64 "; change one of them", m->n_embd, m->n_head);
+    int64_t HS = m->n_embd / m->n_head;
+    if (KERNELS_ON_GPU && (HS % 8 != 0 || HS > 128))
+        die_alike(EXIT_CONFIG, "train_gpt.model.n_embd / n_head = %" PRId64 ": the GPU's attention takes head sizes that are multiples of 8 up to 128; change n_head", HS);
+    if (cfg->batch.vocabulary_size && cfg->batch.vocabulary_size != m->vocab_size)
+        die_alike(EXIT_CONFIG, "vocabulary_size = %" PRId64 ": the model's vocabulary has %" PRId64 " tokens; remove the key or make them equal", cfg->batch.vocabulary_size, m->vocab_size);
+}
+
+static void trainer_open_data(Trainer *t) {
+    const Config *cfg = t->cfg;
+    const DataConfig *d = &cfg->data;
+    int64_t V = cfg->model.vocab_size, T = cfg->run.seq_len;
+    if (!d->train[0]) die_alike(EXIT_CONFIG, "train_gpt.data.train: no training data given; say data.train=FILE (a text file, or a glob of .bin token shards)");
+    dataloader_open(&t->train, d->train, V, T, cfg->batch.train_batch_size, d->shuffle, cfg->batch.dataloader_drop_last, (uint64_t)cfg->run.seed, "train_gpt.data.train");
+    t->has_train = true;
+    if (!d->val[0]) return;
+    dataloader_open(&t->val, d->val, V, T, 1, false, false, 0, "train_gpt.data.val");
+    t->has_val = true;
+}
+
+static void print_table_row(const char *what, const char *format, ...) PRINTF_LIKE(2, 3);
+static void print_table_row(const char *what, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    printf("  %-14s ", what);
+    vprintf(format, args);
+    putchar('\n');
+    va_end(args);
+}
+
+static void trainer_print_start(const Trainer *t) {
+    const Config *cfg = t->cfg;
+    const ModelConfig *m = &t->model.c;
+    DeviceInfo d = device_info();
+    double mib = 1024.0 * 1024.0;
+    printf("train_gpt\n");
+    print_table_row("device", "%s, %.1f GiB%s", d.name, (double)d.memory_bytes / mib / 1024, d.is_gpu ? "" : " of memory");
+    print_table_row("model", "%s: n_layer %" PRId64 ", n_head %" PRId64 ", n_embd %" PRId64 ", n_inner %" PRId64 ", vocab_size %" PRId64 " (padded %" PRId64 "), n_positions %" PRId64 "; %" PRId64 " parameters",
+                    t->model.arch->name, m->n_layer, m->n_head, m->n_embd, m->n_inner, m->vocab_size, t->model.Vp, m->n_positions, table_param_count(&t->model.table));
+    print_table_row("precision", "%s weights and activations, fp32 masters, gradients and optimizer states%s", dtype_name(t->model.dtype),
+                    !cfg->fp16.enabled ? "" : t->opt.scaler.dynamic ? ", dynamic loss scale" : ", static loss scale");
+    if (!trainer_only_reads(cfg)) {
+        print_table_row("batch", "%" PRId64 " samples of %" PRId64 " tokens an update = %" PRId64 " micro-batches of %" PRId64, cfg->batch.train_batch_size, cfg->run.seq_len,
+                        cfg->batch.gradient_accumulation_steps, cfg->batch.train_micro_batch_size_per_gpu);
+        print_table_row("optimizer", "%s, lr %g, weight decay %g on matrices only, gradient clipping %g%s; ZeRO stage %d on %d rank%s", t->opt.rule->name, cfg->optimizer.lr,
+                        cfg->optimizer.weight_decay, cfg->gradient_clipping, cfg->gradient_clipping > 0 ? "" : " (off)", t->zero.opt.stage, t->zero.gather_group.size, t->zero.gather_group.size == 1 ? "" : "s");
+        print_table_row("data", "%" PRId64 " tokens, %" PRId64 " samples an epoch, %s", t->train.total_tokens, t->train.samples_per_epoch, cfg->data.shuffle ? "shuffled" : "in file order");
+    }
+    const Zero *z = &t->zero;
+    print_table_row("memory (MiB)", "weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, shared buffers %.1f, activations %.1f; allocated on the device %.1f", (double)z->param_bytes / mib,
+                    (double)z->master_bytes / mib, (double)z->grad_bytes / mib, (double)z->state_bytes / mib, (double)z->buffer_bytes / mib, (double)t->acts.bytes / mib, (double)device_allocated_bytes() / mib);
+    fflush(stdout);
+}
+
+// The units that one pass over the model fetches, appended to use[0..n); returns the new n.
+static int list_pass(const ParamTable *table, bool forward, int *use, int n) {
+    for (int i = 0; i < table->n_units; i++) n += zero_units_of(table, forward ? i : table->n_units - 1 - i, use + n);
+    return n;
+}
+
+static void trainer_list_uses(Trainer *t) {
+    const ParamTable *table = &t->model.table;
+    size_t pass = sizeof(int) * 2 * (size_t)table->n_units; // a unit fetches at most itself and one that it is tied to
+    t->eval_uses = (int *)host_alloc(pass);
+    t->n_eval_uses = list_pass(table, true, t->eval_uses, 0);
+    t->train_uses = (int *)host_alloc(pass * (size_t)t->pipe.n);
+    for (int i = 0; i < t->pipe.n; i++)
+        if (t->pipe.prog[i].op != OP_LOAD) t->n_train_uses = list_pass(table, t->pipe.prog[i].op == OP_FWD, t->train_uses, t->n_train_uses);
+}
+
+// Everything but data and files: what a test needs, too. with_backward false: for sampling and export.
+static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool with_backward, int64_t B) {
+    memset(t, 0, sizeof *t);
+    t->cfg = cfg;
+    t->grid = grid;
+    int *ranks = (int *)host_alloc(sizeof(int) * (size_t)grid.world);
+    for (int r = 0; r < grid.world; r++) ranks[r] = grid.first_rank + r; // data parallelism is the only axis: everybody shares the weights
+    t->gather_group = comm_group_create(ranks, grid.zero_size);
+    t->reduce_group = comm_group_create(ranks, grid.zero_size);
+    free(ranks);
+    t->stream = stream_create();
+    trainer_resolve_model(cfg);
+    model_init(&t->model, &cfg->model, cfg->dtype, t->stream);
+    pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
+    ZeroOptions options = {(int)cfg->zero.stage, cfg->zero.reduce_bucket_size, cfg->zero.prefetch_bucket_size, cfg->zero.max_live_parameters,
+                           cfg->zero.max_reuse_distance, cfg->zero.param_persistence_threshold, cfg->zero.overlap_comm};
+    zero_init(&t->zero, &t->model, options, t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
+    trainer_list_uses(t);
+    acts_init(&t->acts, &t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward);
+    optimizer_init(&t->opt, cfg, t->stream);
+    for (int i = 0; i < 2; i++) {
+        t->staging[i] = (int32_t *)pinned_malloc(2 * B * cfg->run.seq_len * 4);
+        t->staging_free[i] = event_create();
+    }
+    t->mark = (Event *)host_alloc(sizeof(Event) * (size_t)(t->pipe.n + 2));
+    for (int i = 0; i < t->pipe.n + 2; i++) t->mark[i] = event_create();
+    t->eval_sum = (double *)device_malloc(sizeof(double));
+}
+
+static void trainer_init_weights(Trainer *t) {
+    if (!t->cfg->model.init_from[0]) { zero_init_weights(&t->zero, (uint64_t)t->cfg->run.seed); return; }
+    if (t->grid.rank > 0) { zero_serve(&t->zero); return; }
+    hf_import(t->cfg->model.init_from, &t->model.c, &t->model.table, trainer_weights_put, &t->zero);
+    zero_ask(ASK_DONE, 0, 0);
+}
+
+static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
+    bool reads = trainer_only_reads(cfg);
+    GridAxes axes = {1, world.world, 1, 1};
+    trainer_resolve_model(cfg);
+    device_init(world.local_rank);
+    config_fit_device(cfg, device_info().compute_capability);
+    trainer_init_core(t, cfg, grid_make(world.rank, axes), !reads, reads ? 1 : cfg->batch.train_micro_batch_size_per_gpu);
+    tokenizer_open(&t->tokenizer, cfg->data.tokenizer, cfg->model.vocab_size);
+    t->metrics.log_fd = -1;
+    if (reads) return;
+    trainer_open_data(t);
+    if (t->grid.rank > 0) return; // rank 0 keeps the log and the checkpoints
+    make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
+    metrics_init(&t->metrics, cfg->run.output_dir, cfg->run.steps, cfg->steps_per_print, t->grid.world,
+                 model_flops_per_token(&t->model, cfg->run.seq_len), t->model.dtype);
+    char room[CONFIG_PATH_MAX + 16];
+    t->store = checkpoint_open(trainer_save_dir(cfg, room, sizeof room), false);
+}
+
+static void trainer_free(Trainer *t) {
+    if (t->has_train) dataloader_close(&t->train);
+    if (t->has_val) dataloader_close(&t->val);
+    if (t->store) checkpoint_close(t->store);
+    tokenizer_close(&t->tokenizer);
+    metrics_free(&t->metrics);
+    for (int i = 0; i < 2; i++) {
+        pinned_free(t->staging[i]);
+        event_destroy(t->staging_free[i]);
+    }
+    for (int i = 0; i < t->pipe.n + 2; i++) event_destroy(t->mark[i]);
+    free(t->mark);
+    device_free(t->eval_sum);
+    optimizer_free(&t->opt);
+    acts_free(&t->acts);
+    zero_free(&t->zero);
+    pipeline_free(&t->pipe);
+    model_free(&t->model);
+    free(t->train_uses);
+    free(t->eval_uses);
+    comm_group_free(&t->gather_group);
+    comm_group_free(&t->reduce_group);
+    stream_destroy(t->stream);
+}
