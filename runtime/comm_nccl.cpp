@@ -8,9 +8,13 @@
 // errors that NCCL found in its own threads, and for ranks whose connection to the star has closed. What a GPU does
 // meanwhile cannot be stopped and need not be: the program ends, and the driver clears up.
 //
+// The watch (watch.h) learns what the GPU does from the GPU: around each collective the stream writes its number into
+// pinned memory, which the beat thread reads. A thread that asked the driver could block behind the very call that hangs.
+//
 // NCCL adds 16-bit types in fp32 and rounds at every hop, so with more than two ranks more than once. Its order of
 // addition depends on the sizes and on the GPUs' connections, but is the same in every call and every run.
 #include "rendezvous.h"
+#include "watch.h"
 #include <cuda_runtime.h>
 #include <nccl.h>
 #include <sched.h>
@@ -30,11 +34,15 @@ typedef struct {
     ncclComm_t comm; // null: free
     int size, rank;  // of the group
     bool in_batch;   // has a part in the batch being collected
+    int watch;       // its number in watch.h
+    uint64_t number; // of the last collective, as watch.h counts
+    Stream stream;   // of the last collective
 } Channel;
 
 static Star star;
 static Channel channels[CHANNELS_MAX]; // channel 0 stays free: it is what groups of one rank carry
 static bool batch;
+static WatchCounter *counters; // (CHANNELS_MAX) pinned, for ever: a stream may still write when a group has gone
 static pthread_mutex_t channels_lock = PTHREAD_MUTEX_INITIALIZER; // the helper reads what groups come and go
 static pthread_cond_t helper_wakes = PTHREAD_COND_INITIALIZER;
 static pthread_t helper_thread;
@@ -73,11 +81,30 @@ static void nccl_settle(ncclResult_t result, const Channel *c, const char *call,
     if (result != ncclSuccess) nccl_failed(result, c, call);
 }
 
-// What a collective's call returned. Inside a batch nothing has begun yet, so there is nothing to wait for.
-static void nccl_enqueued(ncclResult_t result, Channel *c, const char *call) {
-    if (!batch) nccl_settle(result, c, call, star.call_seconds);
-    else if (result == ncclSuccess || result == ncclInProgress) c->in_batch = true;
-    else nccl_failed(result, c, call);
+// ---------------------------------------------------------------------------------------------------------------
+// Progress as the GPU sees it
+
+// The driver's cuStreamWriteValue64, found at run time: nothing else here needs the driver's library. 0: success.
+typedef int (*StreamWrite)(cudaStream_t stream, unsigned long long address, uint64_t value, unsigned flags);
+static StreamWrite stream_write;
+
+static void counters_make(void) {
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    void *entry = NULL;
+#if CUDART_VERSION >= 12050
+    cudaError_t error = cudaGetDriverEntryPointByVersion("cuStreamWriteValue64", &entry, 12000, cudaEnableDefault, &found);
+#else
+    cudaError_t error = cudaGetDriverEntryPoint("cuStreamWriteValue64", &entry, cudaEnableDefault, &found);
+#endif
+    if (error == cudaSuccess && found == cudaDriverEntryPointSuccess) stream_write = (StreamWrite)entry;
+    counters = (WatchCounter *)pinned_malloc(sizeof(WatchCounter) * CHANNELS_MAX);
+}
+
+// The stream writes `number` when it gets here.
+static void counter_write(volatile uint64_t *counter, uint64_t number, Stream s) {
+    if (number == 0) return; // nobody watches
+    int error = stream_write((cudaStream_t)s, (unsigned long long)(uintptr_t)counter, number, 0);
+    if (error) die(EXIT_INTERNAL, "CUDA driver error %d from cuStreamWriteValue64", error);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -162,7 +189,9 @@ static void channel_free(Channel *c) {
     ncclComm_t comm = c->comm;
     c->comm = NULL;
     pthread_mutex_unlock(&channels_lock);
-    Channel last = {comm, c->size, c->rank, false};
+    Channel last = *c;
+    last.comm = comm;
+    watch_channel_close(c->watch);
     nccl_settle(ncclCommFinalize(comm), &last, "ncclCommFinalize", FINISH_SECONDS);
     ncclResult_t result = ncclCommDestroy(comm);
     if (result != ncclSuccess && result != ncclInProgress) nccl_failed(result, NULL, "ncclCommDestroy");
@@ -188,6 +217,8 @@ Group comm_group_create(const int *rank, int n) {
         int32_t n, first;
         ncclUniqueId id;
     } Offer;
+    static uint32_t calls; // the same on all ranks
+    calls++;
     Group g = {n, 0, 0};
     for (int i = 0; i < n; i++) {
         CHECK(rank[i] >= 0 && rank[i] < star.world && (i == 0 || rank[i] > rank[i - 1]), "rank %d at %d of a group", rank[i], i);
@@ -208,12 +239,18 @@ Group comm_group_create(const int *rank, int n) {
     for (int i = 0; i < n; i++)
         CHECK(offer[rank[i]].n == n && offer[rank[i]].first == rank[0], "ranks %d and %d have different groups", star.rank, rank[i]);
     if (n > 1) {
-        Channel c = {NULL, n, g.rank, false};
+        Channel c;
+        memset(&c, 0, sizeof c);
+        c.size = n;
+        c.rank = g.rank;
         ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
         config.blocking = 0;
         for (g.channel = 1; g.channel < CHANNELS_MAX && channels[g.channel].comm; g.channel++) {}
         CHECK(g.channel < CHANNELS_MAX, "%d groups", g.channel);
         nccl_settle(ncclCommInitRankConfig(&c.comm, n, offer[rank[0]].id, g.rank, &config), &c, "ncclCommInitRankConfig", GROUP_SECONDS);
+        if (!counters) counters_make();
+        counters[g.channel].started = counters[g.channel].done = 0;
+        c.watch = stream_write ? watch_channel_open(calls << 16 | (uint32_t)rank[0], &counters[g.channel]) : -1;
         pthread_mutex_lock(&channels_lock);
         channels[g.channel] = c;
         pthread_mutex_unlock(&channels_lock);
@@ -246,34 +283,58 @@ static void copy_unless_same(void *dst, const void *src, int64_t bytes, Stream s
     if (dst != src) device_copy(dst, src, bytes, COPY_ON_DEVICE, s);
 }
 
+// Before NCCL is called.
+static void collective_begin(Channel *c, WatchOp op, int64_t bytes, Stream s) {
+    c->number = watch_collective_enter(c->watch, op, bytes);
+    c->stream = s;
+    counter_write(&counters[c - channels].started, c->number, s);
+}
+
+// What NCCL's call returned. Inside a batch nothing has begun yet, so there is nothing to wait for.
+static void collective_end(Channel *c, ncclResult_t result, const char *call) {
+    if (batch) {
+        if (result != ncclSuccess && result != ncclInProgress) nccl_failed(result, c, call);
+        c->in_batch = true;
+        return;
+    }
+    nccl_settle(result, c, call, star.call_seconds);
+    counter_write(&counters[c - channels].done, c->number, c->stream);
+}
+
 void comm_all_gather(Group g, void *full, const void *shard, int64_t n, DType t, Stream s) {
     Channel *c = channel_of(g);
     if (!c) copy_unless_same(full, shard, n * dtype_bytes(t), s);
-    else if (n > 0) nccl_enqueued(ncclAllGather(shard, full, (size_t)n, nccl_type(t), c->comm, (cudaStream_t)s), c, "ncclAllGather");
+    if (!c || n == 0) return;
+    collective_begin(c, WATCH_ALL_GATHER, n * dtype_bytes(t), s);
+    collective_end(c, ncclAllGather(shard, full, (size_t)n, nccl_type(t), c->comm, (cudaStream_t)s), "ncclAllGather");
 }
 
 void comm_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, Stream s) {
     Channel *c = channel_of(g);
     if (!c) copy_unless_same(shard, full, n * dtype_bytes(t), s);
-    else if (n > 0)
-        nccl_enqueued(ncclReduceScatter(full, shard, (size_t)n, nccl_type(t), ncclSum, c->comm, (cudaStream_t)s), c, "ncclReduceScatter");
+    if (!c || n == 0) return;
+    collective_begin(c, WATCH_REDUCE_SCATTER, n * dtype_bytes(t), s);
+    collective_end(c, ncclReduceScatter(full, shard, (size_t)n, nccl_type(t), ncclSum, c->comm, (cudaStream_t)s), "ncclReduceScatter");
 }
 
-void comm_all_reduce(Group g, void *x, int64_t n, DType t, Stream s) {
+static void all_reduce(Group g, void *x, int64_t n, int64_t bytes, ncclDataType_t type, ncclRedOp_t op, Stream s) {
     Channel *c = channel_of(g);
-    if (c && n > 0) nccl_enqueued(ncclAllReduce(x, x, (size_t)n, nccl_type(t), ncclSum, c->comm, (cudaStream_t)s), c, "ncclAllReduce");
+    if (!c || n == 0) return;
+    collective_begin(c, WATCH_ALL_REDUCE, bytes, s);
+    collective_end(c, ncclAllReduce(x, x, (size_t)n, type, op, c->comm, (cudaStream_t)s), "ncclAllReduce");
 }
 
+void comm_all_reduce(Group g, void *x, int64_t n, DType t, Stream s) { all_reduce(g, x, n, n * dtype_bytes(t), nccl_type(t), ncclSum, s); }
 void comm_all_reduce_double(Group g, double *x, int64_t n, CommOp op, Stream s) {
-    Channel *c = channel_of(g);
-    ncclRedOp_t nccl_op = op == COMM_SUM ? ncclSum : op == COMM_MAX ? ncclMax : ncclMin;
-    if (c && n > 0) nccl_enqueued(ncclAllReduce(x, x, (size_t)n, ncclDouble, nccl_op, c->comm, (cudaStream_t)s), c, "ncclAllReduce");
+    all_reduce(g, x, n, n * (int64_t)sizeof(double), ncclDouble, op == COMM_SUM ? ncclSum : op == COMM_MAX ? ncclMax : ncclMin, s);
 }
 
 void comm_broadcast(Group g, void *x, int64_t bytes, int root, Stream s) {
     Channel *c = channel_of(g);
     CHECK(root >= 0 && root < g.size, "root %d of a group of %d", root, g.size);
-    if (c && bytes > 0) nccl_enqueued(ncclBroadcast(x, x, (size_t)bytes, ncclUint8, root, c->comm, (cudaStream_t)s), c, "ncclBroadcast");
+    if (!c || bytes == 0) return;
+    collective_begin(c, WATCH_BROADCAST, bytes, s);
+    collective_end(c, ncclBroadcast(x, x, (size_t)bytes, ncclUint8, root, c->comm, (cudaStream_t)s), "ncclBroadcast");
 }
 
 void comm_batch_begin(void) {
@@ -292,6 +353,7 @@ void comm_batch_end(void) {
         if (!channels[i].in_batch) continue;
         channels[i].in_batch = false;
         nccl_settle(result, &channels[i], "ncclGroupEnd", star.call_seconds);
+        counter_write(&counters[i].done, channels[i].number, channels[i].stream);
     }
 }
 

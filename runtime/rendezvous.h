@@ -22,7 +22,8 @@
 #include <netdb.h>
 #include <sys/random.h>
 
-enum { STRANGERS_MAX = 64, STRANGER_SECONDS = 2, ANSWER_SECONDS = 3, START_SECONDS = 60 };
+// START_SECONDS: a little less than the watch gives the start, because what is said here is more exact.
+enum { STRANGERS_MAX = 64, STRANGER_SECONDS = 2, ANSWER_SECONDS = 3, START_SECONDS = 55 };
 
 static const uint64_t HELLO_MAGIC = 0x315a4452545047ull, ANSWER_MAGIC = 0x31534e41545047ull; // "GPTRDZ1", "GPTANS1"
 

@@ -17,7 +17,7 @@ build_all() {
     mkdir -p "$build"
     local objects=() flags=(-std=gnu++17 -g -O1 -fPIE -pthread -fopenmp -fno-exceptions -fno-rtti -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-unused-function -Werror) source
     for source in kernels/cpu/*.cpp; do objects+=("$build/kernels_cpu_$(basename "$source" .cpp).o"); done
-    objects+=("$build/device_cpu.o" "$build/comm_nccl.o")
+    objects+=("$build/device_cpu.o" "$build/comm_nccl.o" "$build/watch.o" "$build/flight.o")
     g++ "${flags[@]}" -c tests/fake_nccl/fake_nccl.cpp -o "$build/fake_nccl.o" &&
         make --no-print-directory -s BUILD="$build" BACKEND=cpu COMM=nccl COMM_LIBS="$PWD/$build/fake_nccl.o" \
             CXXFLAGS="${CXXFLAGS:-} -isystem tests/fake_nccl -DGROUP_SECONDS=3" "${objects[@]}" ${full:+binaries} &&
@@ -76,6 +76,7 @@ ends() { # name code seconds text world settings... -- command
 program="$build/nccl_ranks"
 works "1 rank" 14 1 -- "$program"
 for world in 2 3 4 8; do works "$world ranks" 13 "$world" -- "$program" opposite_orders; done
+works "3 ranks and their beats" 13 3 WATCH=1 -- "$program" opposite_orders
 [ -z "$full" ] || for world in 2 4; do works "training, $world ranks" 5 "$world" -- "$build/test_gpt" parallel; done
 
 ends "more ranks than GPUs" 2 5 "local rank 2 of 4 on this host, which shows 2 GPUs" 4 FAKE_GPUS=2 -- "$program"
@@ -83,6 +84,7 @@ ends "a communicator that never gets ready" 75 8 "NCCL's ncclCommInitRankConfig 
 ends "a use that NCCL refuses" 2 5 "NCCL's ncclAllGather failed (place 0 in a group of 2): invalid usage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000;" 2 FAKE_NCCL=usage -- "$program"
 ends "an error in NCCL's threads, while the rank hangs" 75 6 "remote process exited or there was a network error: NET/IB: Got completion from peer with status=12;" 3 FAKE_NCCL=async -- "$program"
 ends "a rank that is gone, while the others hang" 75 2.5 "error: rank 1 (host " 3 FAKE_NCCL=lost FAKE_RANK=1 -- "$program"
+ends "a rank that is gone, with beats" 75 2.5 "rank 1" 3 WATCH=1 FAKE_NCCL=lost FAKE_RANK=1 -- "$program"
 
 echo "$passed passed, $failed failed, 0 skipped"
 [ "$failed" -eq 0 ]
