@@ -3,6 +3,8 @@
 # make test           installs what is missing, builds, runs all tests: "N passed, N failed, N skipped"
 # make check          include layers, sizes, the README's truth, hardening and imports of the binary
 # make sanitize       the tests under AddressSanitizer and UndefinedBehaviorSanitizer (CPU backend)
+# make ranks-debug    the tests of several ranks with the checks of a DEBUG build
+# make teeth          planted bugs, each of which the tests must notice
 # make fuzz           every parser under libFuzzer, FUZZ_SECONDS=30 each (needs clang)
 # make install-deps   installs what the targets above need (Debian, Ubuntu)
 # make clean
@@ -147,6 +149,15 @@ test:
 	@$(MAKE) --no-print-directory all
 	@scripts/test.sh $(BUILD)
 
+# The tests of several ranks in a DEBUG build, which hides results until they are waited for and looks for missing waits.
+ranks-debug:
+	@$(MAKE) --no-print-directory DEBUG=1 BACKEND=cpu binaries
+	@scripts/test.sh build/cpu-debug ranks
+
+# Plants bugs one at a time, and demands that the tests notice. BUGS="1 9" picks some.
+teeth:
+	@python3 tests/teeth.py $(BUGS)
+
 sanitize:
 	@scripts/setup.sh g++ python3
 	@$(MAKE) --no-print-directory BACKEND=cpu SANITIZE=1 sanitize-run
@@ -171,6 +182,6 @@ clean:
 	rm -rf build train_gpt test_gpt
 
 -include $(wildcard $(BUILD)/*.d)
-.PHONY: all binaries quickstart test sanitize sanitize-run check fuzz install-deps clean FORCE
+.PHONY: ranks-debug teeth all binaries quickstart test sanitize sanitize-run check fuzz install-deps clean FORCE
 # A recipe that failed half-way leaves no target that looks finished.
 .DELETE_ON_ERROR:
