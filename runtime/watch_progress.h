@@ -136,10 +136,11 @@ void watch_collective_done(int channel, uint64_t number) {
     if (channel < 0) return;
     Channel *ch = &w.channel[channel];
     int64_t t = now_ns();
-    STORE(ch->done, number);
+    uint64_t done = ch->done + 1; // so many: they need not end in the order in which they began
+    STORE(ch->done, done);
     STORE(w.progress_ns, t);
     Flight *f = LOAD(w.flight);
-    if (f) STORE(f->h.channel[channel].done, number);
+    if (f) STORE(f->h.channel[channel].done, done);
     const Recent *e = &ch->recent[number % RECENT];
     record(FLIGHT_DONE, channel, e->op, e->bytes, number, 0, t);
 }

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# test_watch.sh - ranks that die, stop, loop, come late or never, and links that break: tests/test_watch.sh [long] [row ...]
+# test_watch.sh - ranks that die, stop, loop, come late or never, and links that break:
+#     tests/test_watch.sh [long] [build/cpu/train_gpt] [row ...]
 #
-# Drives tests/watch_ranks.cpp, a trainer without a model: forked ranks (no MPI needed), the same under mpirun, and two
-# hosts made of network namespaces. Each row states who is named, with which code everybody leaves, and within which time;
+# Drives tests/watch_ranks.cpp, a trainer without a model: forked ranks (no MPI needed), the same under mpirun, two hosts
+# made of network namespaces, and the trainer if it is named. Each row states who is named, with which code everybody leaves, and within which time;
 # a row that compared nothing fails, and what this machine cannot do is skipped with its reason. Times are the promises of
 # docs/watchdog.md. On a machine that others use as well one of them may be missed for no fault of ours: a row that
 # missed only a time is tried up to three times. "long": more repetitions, and the limits as they are by default.
@@ -15,6 +16,8 @@ unset OMPI_COMM_WORLD_RANK RANK SLURM_PROCID
 
 long=0
 if [ "${1:-}" = long ]; then long=1; shift; fi
+trainer=''
+if [ -f "${1:-}" ]; then trainer=$(realpath -- "$1"); shift; fi # a copy of it is run: it may be built anew meanwhile
 want=("$@")
 base=$(mktemp -d "${TMPDIR:-/tmp}/test_watch.XXXXXX")
 namespaces=()
@@ -26,6 +29,7 @@ cleanup() {
 }
 trap cleanup EXIT
 begin=$SECONDS
+if [ -n "$trainer" ]; then cp -- "$trainer" "$base/train_gpt" && trainer=$base/train_gpt; fi
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The frame
@@ -534,28 +538,35 @@ slow_link() {
 # ---------------------------------------------------------------------------------------------------------------------
 # Under mpirun
 
-# Runs it with faults of its own; the code, and when the last rank and mpirun ended after the first rank's end.
+# Runs it with faults of its own; the code, and when the last rank and mpirun ended after the first rank's end. The
+# process numbers come from the recorders.
 under_mpirun() { # RUN SETTINGS...
     local run=$1
     shift
     if [ ! -x "$base/mpi_ranks" ]; then skip "no mpicxx and mpirun here"; return 1; fi
     rm -rf -- "$run"
     mkdir -- "$run"
-    (cd "$run" && python3 - "$base/mpi_ranks" "$@" >out 2>err <<'PY'
-import os, signal, subprocess, sys, time
-extra = os.environ.get("MPIRUN_EXTRA", "").split()
-p = subprocess.Popen(["mpirun", "-n", "4"] + extra + [sys.argv[1], "flight=flight"] + sys.argv[2:], stdin=subprocess.DEVNULL)
+    mpirun_times "$run" flight 4 "$base/mpi_ranks" flight=flight "$@"
+}
+mpirun_times() { # RUN RECORDERS RANKS COMMAND...
+    local run=$1
+    shift
+    (cd "$run" && python3 - "$@" >out 2>err <<'PY'
+import os, struct, subprocess, sys, time
+folder, ranks, extra = sys.argv[1], int(sys.argv[2]), os.environ.get("MPIRUN_EXTRA", "").split()
+p = subprocess.Popen(["mpirun", "-n", sys.argv[2]] + extra + sys.argv[3:], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 pids, gone = {}, {}
 def lives(pid):
     try: return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError: return False
 end = time.time() + 60
-stopped = None
 while p.poll() is None and time.time() < end:
-    for r in range(4):
+    for r in range(ranks):
         if r not in pids:
-            try: pids[r] = int(open(f"pid-{r}").read())
-            except (OSError, ValueError): pass
+            try:
+                pid = struct.unpack_from("<i", open(f"{folder}/rank-{r}", "rb").read(28), 24)[0]
+                if pid: pids[r] = pid
+            except (OSError, struct.error): pass
         elif r not in gone and not lives(pids[r]): gone[r] = time.time()
     time.sleep(0.003)
 if p.poll() is None: p.kill()
@@ -640,7 +651,7 @@ AGENT
         '$base/mpi_ranks' flight='$base/mpi_two_hosts/run/flight' steps=100000 >out 2>err </dev/null") &
     local job=$!
     disown
-    for i in $(seq 150); do [ "$(cat run/pid-* 2>/dev/null | wc -l)" -ge 2 ] && [ "$(find run/flight -name 'rank-?' 2>/dev/null | wc -l)" -eq 4 ] && break; sleep 0.1; done
+    for i in $(seq 150); do [ "$(find run/flight -name 'rank-?' 2>/dev/null | wc -l)" -eq 4 ] && break; sleep 0.1; done
     sleep 1
     pids=$(python3 - run/flight <<'PY'
 import glob, struct, sys
@@ -667,6 +678,73 @@ PY
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The trainer itself
+
+# Starts a small training run of three ranks in run/, with a fault at the n-th collective of a rank.
+train() { # FAULT OVERRIDES...
+    local fault=$1
+    shift
+    if [ -z "$trainer" ]; then skip "no trainer named"; return 1; fi
+    if [ ! -e "$base/fault.so" ] || ! ldd "$trainer" | grep -q libmpi; then skip "no MPI here, or not in the trainer"; return 1; fi
+    if [ ! -e run/ds.json ]; then
+        mkdir -p run
+        head -c 20000 "$root/data/corpus/train.txt" >run/text.txt
+        cat >run/ds.json <<'JSON'
+{"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "gradient_clipping": 1,
+ "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+ "train_gpt": {"model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 256, "n_positions": 32}, "data": {"train": "text.txt"},
+  "run": {"steps": 60, "checkpoint_every": 10, "output_dir": "saved"}}}
+JSON
+    fi
+    rm -rf run/saved/flight
+    MPIRUN_EXTRA="-x LD_PRELOAD=$base/fault.so -x WATCH_FAULT=$fault" mpirun_times run saved/flight 3 "$trainer" -c ds.json "$@"
+}
+trainer_ends() { # normally, over and over
+    local i
+    for i in $(seq $((long ? 50 : 5))); do
+        rm -rf run
+        train none run.steps=10 || return
+        mpi_code run 0
+        lines run 0
+    done
+}
+trainer_dies() { # and goes on where it was
+    local i r n
+    for i in $(seq $((long ? 30 : 4))); do
+        r=$((RANDOM % 3)) n=$((50 + RANDOM % 1000)) # a whole run has some 1,500
+        rm -rf run
+        train "kill:$r:$n" || return
+        [ -n "$problem" ] && return
+        mpi_code run 137
+        within run 1000
+        says run "error: rank $r on"
+        lines run 1
+        [ -n "$problem" ] && return
+    done
+    "$trainer" --flight run/saved/flight >printed 2>&1
+    expect "--flight tells the verdict" grep -q "^verdict: rank $r on" printed
+    train none
+    mpi_code run 0
+    lines run 0
+}
+trainer_hangs() {
+    rm -rf run
+    train stop:0:300 || return
+    mpi_code run 75
+    says run "error: rank 0 on"
+    says run "has been silent"
+    rm -rf run/saved
+    train loop:2:300 zero_optimization.timeout=2
+    mpi_code run 75
+    lines run 1
+    rm -rf run/saved
+    train segv:1:300
+    mpi_code run 139
+    within run 1000
+    lines run 1
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
 # What is tested, built as the trainer is
 
 flags="-std=gnu++17 -pthread -fno-exceptions -fno-rtti -O2 -g -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-unused-function -fPIE ${CXXFLAGS:-}"
@@ -685,7 +763,7 @@ fi
 for name in normal_ends late_end disturbances slow_rank under_load one_rank \
     kill_any where_it_died stop_each loop_each stuck_otherwise leaves_early crashes own_error crash_at_the_end never_ends full_pipe \
     missing_rank strangers garbage descriptors recorder bad_recorders no_recorder link_down link_blinks link_reset slow_link \
-    mpi_normal mpi_faults mpi_stop mpi_shim mpi_two_hosts; do
+    mpi_normal mpi_faults mpi_stop mpi_shim mpi_two_hosts trainer_ends trainer_dies trainer_hangs; do
     row "$name"
 done
 echo "$((SECONDS - begin)) s"

@@ -115,7 +115,7 @@ static void send_garbage(int port) {
 
 static void fault_now(int port) {
     if (shared) __atomic_store_n(&shared->fault_ns, now_ns(), __ATOMIC_RELEASE);
-    else sleep_ms(30); // the test's other half learns the process numbers from files
+    else sleep_ms(30); // the test's other half reads the process numbers from the recorders
     if (is(o.fault, "kill") || is(o.fault, "kill_inside")) raise(SIGKILL);
     if (is(o.fault, "stop")) raise(SIGSTOP);
     if (is(o.fault, "loop") || is(o.fault, "network") || is(o.fault, "order") || is(o.fault, "stuck_evaluation")) for (volatile bool on = true; on;) sleep_ms(1);
@@ -187,12 +187,6 @@ static int run_rank(void) {
     if (at_fault && o.late_ms) sleep_ms(o.late_ms);
     watch_start(&address);
     if (shared) __atomic_add_fetch(&shared->started, 1, __ATOMIC_ACQ_REL);
-    else {
-        char name[32];
-        snprintf(name, sizeof name, "pid-%d", rank);
-        FILE *f = fopen(name, "w");
-        if (f) { fprintf(f, "%d\n", (int)getpid()); fclose(f); }
-    }
 
     WatchCounter counter = {0, 0}; // as a GPU would write it: a step late
     int channel = watch_channel_open(7, o.gpu ? &counter : NULL);
