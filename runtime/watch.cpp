@@ -229,7 +229,8 @@ static void find_stragglers(void) {
         p->ratio = median > 0 ? busy / median : 1;
         p->lost_s = busy - median;
         bool slow = p->ratio > STRAGGLER_RATIO && p->lost_s > STRAGGLER_FLOOR_S;
-        if (slow && LOAD(p->straggler) == 0) STORE(p->straggler, 1);
+        p->slow_beats = slow ? p->slow_beats + 1 : 0;
+        if (p->slow_beats == SLOW_BEATS && LOAD(p->straggler) == 0) STORE(p->straggler, 1);
         if (p->ratio < STRAGGLER_BACK) STORE(p->straggler, 0);
     }
 }

@@ -31,6 +31,7 @@ enum {
     WORDS_MS = 300,       // from last words to the end of that process
     RECENT = 256,         // collectives of a channel whose description is at hand
     BUSY_STEPS = 20,      // medians for stragglers
+    SLOW_BEATS = 3,       // in a row make a straggler
     LONG_STEPS = 50,      // steps that the limit looks back on
     OUT_BYTES = 2048,
     LINE_BYTES = 448,
@@ -117,6 +118,7 @@ typedef struct { // one for each rank; connections: the hub's to all others, the
     int64_t words_ns;     // when its last words came; 0: none
     int32_t words_code;
     char words[LINE_BYTES];
+    int32_t slow_beats;   // in a row
     int32_t straggler;    // 0 no, 1 since now, 2 and reported
     double ratio, lost_s;
 } Peer;

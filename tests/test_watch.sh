@@ -114,7 +114,7 @@ row() { # NAME: runs the function of that name
 # Ends that are none
 
 normal_ends() { # no false alarm at the end, whoever is last
-    local i n=$((long ? 500 : 120))
+    local i n=$((long ? 500 : 100))
     for i in $(seq "$n"); do
         once end ranks=4 steps=$((i % 7)) work_ms=1
         codes end 0,0,0,0
@@ -140,7 +140,7 @@ disturbances() { # a rank stopped for 2 s, again and again; all of them for long
     for r in 0 3; do expect "deadlines of rank $r were moved at each stop" grep -qE "lateness=($n|[0-9]{2,})\$" "rank$r/out"; done
 }
 slow_rank() { # named, never killed
-    once run ranks=4 steps=150 work_ms=12 target=2 fault=slow at_step=30
+    once run ranks=4 steps=200 work_ms=12 target=2 fault=slow at_step=30
     codes run 0,0,0,0
     lines run 0
     says run "note: rank 2 on"
@@ -148,7 +148,7 @@ slow_rank() { # named, never killed
     local ratio
     ratio=$(sed -nE 's/.* ([0-9.]+) times the median.*/\1/p' run/err)
     compared=$((compared + 1))
-    awk -v r="$ratio" 'BEGIN { exit !(r > 1.5 && r < 2.5) }' || fail "ratio of a rank that takes twice as long is $ratio"
+    awk -v r="$ratio" 'BEGIN { exit !(r > 1.3 && r < 3) }' || fail "ratio of a rank that takes twice as long is $ratio"
 }
 under_load() { # eight busy loops beside the ranks
     local i busy=()
@@ -184,7 +184,7 @@ one_rank() { # recorder and ceiling, no sockets
 # Faults of processes
 
 kill_any() { # kill -9 of any rank at any instant
-    local i r n=$((long ? 500 : 40)) codes=("137,75,75,75" "75,137,75,75" "75,75,137,75" "75,75,75,137")
+    local i r n=$((long ? 500 : 30)) codes=("137,75,75,75" "75,137,75,75" "75,75,137,75" "75,75,75,137")
     for i in $(seq "$n"); do
         r=$((RANDOM % 4))
         once run ranks=4 steps=100000 signal=KILL target=$r after_ms=$((RANDOM % 700)) gpu=$((i % 2))
@@ -685,7 +685,7 @@ train() { # FAULT OVERRIDES...
     local fault=$1
     shift
     if [ -z "$trainer" ]; then skip "no trainer named"; return 1; fi
-    if [ ! -e "$base/fault.so" ] || ! ldd "$trainer" | grep -q libmpi; then skip "no MPI here, or not in the trainer"; return 1; fi
+    if [ ! -e "$base/fault.so" ] || ! grep -q libmpi <<<"$(ldd "$trainer")"; then skip "no MPI here, or not in the trainer"; return 1; fi
     if [ ! -e run/ds.json ]; then
         mkdir -p run
         head -c 20000 "$root/data/corpus/train.txt" >run/text.txt
