@@ -39,7 +39,7 @@ ranks() {
     port=$((20000 + RANDOM % 10000)) code=()
     for ((r = 0; r < world; r++)); do
         env "${settings[@]}" RANK=$r WORLD_SIZE="$world" LOCAL_RANK=$r LOCAL_WORLD_SIZE="$world" MASTER_PORT=$port \
-            timeout 120 "$@" >"$work/out.$r" 2>"$work/err.$r" </dev/null &
+            timeout 600 "$@" >"$work/out.$r" 2>"$work/err.$r" </dev/null &
         pids+=($!)
     done
     for ((r = 0; r < world; r++)); do
