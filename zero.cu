@@ -220,8 +220,9 @@ static void zero_init(Zero *z, const Model *m, ZeroOptions opt, Group gather_gro
     z->reduce_group = reduce_group;
     z->model = m;
     z->stream = m->stream;
-    z->gather_stream = opt.overlap_comm ? stream_create() : m->stream;
-    z->reduce_stream = opt.overlap_comm ? stream_create() : m->stream;
+    // Urgent, or the blocks of a large product would take every free place before those of a collective.
+    z->gather_stream = opt.overlap_comm ? stream_create_urgent() : m->stream;
+    z->reduce_stream = opt.overlap_comm ? stream_create_urgent() : m->stream;
     z->computed = event_create();
     z->n_states = with_gradients ? n_states : 0;
     z->with_gradients = with_gradients;

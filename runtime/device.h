@@ -35,6 +35,7 @@ int64_t device_allocated_bytes(void);     // by device_malloc, now
 int64_t device_free_bytes(void);          // what the device says is still free
 
 Stream stream_create(void);
+Stream stream_create_urgent(void);        // its kernels go before those of other streams: small ones that others wait for
 void stream_destroy(Stream s);
 void stream_sync(Stream s);               // the host waits for everything enqueued on s
 void stream_wait_event(Stream s, Event e);

@@ -246,6 +246,7 @@ Stream stream_create(void) {
     streams = s;
     return s;
 }
+Stream stream_create_urgent(void) { return stream_create(); }
 
 void stream_destroy(Stream s) {
     if (!s) return;

@@ -138,6 +138,14 @@ Stream stream_create(void) {
     return (Stream)s;
 }
 
+Stream stream_create_urgent(void) {
+    int least, greatest;
+    cudaStream_t s;
+    cudaCheck(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    cudaCheck(cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, greatest));
+    return (Stream)s;
+}
+
 void stream_destroy(Stream s) { cudaCheck(cudaStreamDestroy((cudaStream_t)s)); }
 void stream_sync(Stream s) { cudaCheck(cudaStreamSynchronize((cudaStream_t)s)); }
 void stream_wait_event(Stream s, Event e) { cudaCheck(cudaStreamWaitEvent((cudaStream_t)s, (cudaEvent_t)e, 0)); }
