@@ -47,7 +47,7 @@ static const ConfigKey config_keys[] = {
     HEADING("Batch: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks"),
     USE("train_batch_size", KEY_INT, batch.train_batch_size, "", "1..1000000000000", AUTO, "samples that go into one update, over all ranks"),
     USE("train_micro_batch_size_per_gpu", KEY_INT, batch.train_micro_batch_size_per_gpu, "", "1..1000000000000", AUTO, "samples in one forward and backward pass of one rank"),
-    USE("gradient_accumulation_steps", KEY_INT, batch.gradient_accumulation_steps, "", "1..1000000000000", AUTO, "micro-batches in one update"),
+    USE("gradient_accumulation_steps", KEY_INT, batch.gradient_accumulation_steps, "", "1..1000000", AUTO, "micro-batches in one update"),
     REFUSE("micro_batch_size", "is no key; did you mean \"train_micro_batch_size_per_gpu\"?"),
     REFUSE("gradient_accumulation", "is no key; did you mean \"gradient_accumulation_steps\"?"),
     REFUSE_ON("managed_gradient_accumulation", KEY_BOOL, "true", AUTO | V19, "false hands the update to user code, and there is none here; remove the key"),

@@ -441,6 +441,15 @@ static void config_resolve_zero(ConfigReader *r) {
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "with a pipeline the gradients%s travel for each of the %" PRId64 " "
                        "micro-batches of an update; stage 1 moves them once", z->stage == 3 ? " and weights" : "",
                        c->batch.gradient_accumulation_steps);
+    static const struct { const char *key, *why; } inert[] = {
+        {ZERO_KEY("allgather_bucket_size"), "has no effect here: each unit is gathered as a whole, when it comes next"},
+        {ZERO_KEY("stage3_model_persistence_threshold"), "has no effect here: see stage3_param_persistence_threshold"},
+        {ZERO_KEY("load_from_fp32_weights"), "has no effect here: masters are always loaded from fp32"},
+    };
+    for (size_t i = 0; i < sizeof inert / sizeof *inert; i++)
+        if (config_given(c, inert[i].key)) config_say_key(r, CONFIG_INFO, inert[i].key, "%s", inert[i].why);
+    if (!z->reduce_scatter) config_say_key(r, CONFIG_INFO, ZERO_KEY("reduce_scatter"), "has no effect here: gradients are always reduced to their parts; the sums are the same");
+    if (!c->run.deterministic) config_say_key(r, CONFIG_INFO, RUN_KEY("deterministic"), "has no effect here: equal runs always give equal bits");
     if (c->parallel.pipeline > 1 && z->overlap_comm && config_given(c, ZERO_KEY("overlap_comm")))
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("overlap_comm"), "has no effect with a pipeline");
     if (z->offload_param.device && z->stage < 3)

@@ -81,9 +81,10 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
     memmove(text, text + from, (size_t)(length - from) * 4);
     length -= from;
     for (int64_t k = 0; k < n && !(stop_signal && t->grid.world == 1); k++) {
-        if (length == T) {
-            length = max_i64(1, T / 2);
-            memmove(text, text + T - length, (size_t)length * 4);
+        if (length > T || (length == T && T > 1)) { // with one position only the newest token stays
+            int64_t keep = max_i64(1, T / 2);
+            memmove(text, text + length - keep, (size_t)keep * 4);
+            length = keep;
         }
         a->B = 1;
         a->T = min_i64(T, round_up(length, 32));
@@ -160,12 +161,16 @@ static bool trainer_load(Trainer *t) {
         zero_ask(ASK_DONE, 0, 0);
     }
     comm_host_broadcast(&found, sizeof found, 0);
+    if (found == 0 && (cfg->load_dir[0] || cfg->checkpoint.load_path[0]))
+        die_alike(EXIT_CHECKPOINT, "%s = %s: there is no checkpoint in this folder; name one that holds step-* folders", cfg->load_dir[0] ? "--load_dir" : "checkpoint.load_path", dir);
     if (found == 0) return false;
     comm_host_broadcast(&s, sizeof s, 0);
     if (t->has_train && s.data_fingerprint != t->train.fingerprint)
         die_alike(EXIT_DATA, "train_gpt.data.train: the files are not those that checkpoint %s was trained on; resume with the same files, or --export the model and start a new run with model.init_from", name);
     if (cfg->scheduler.last_batch_iteration != -1)
         die_alike(EXIT_CONFIG, "scheduler.params.last_batch_iteration = %" PRId64 ": a checkpoint was loaded, and it knows where the schedule is; remove the key, or say run.resume=none", cfg->scheduler.last_batch_iteration);
+    if (s.seed != (uint64_t)cfg->run.seed) note("train_gpt.run.seed = %" PRId64 ": the checkpoint was trained with seed %" PRIu64 "; the order of shuffled data changes from here on", cfg->run.seed, s.seed);
+    if (cfg->model.init_from[0] && !trainer_only_reads(cfg)) note("train_gpt.model.init_from has no effect: the weights come from checkpoint %s", name);
     t->step = s.step;
     t->tokens = s.tokens;
     t->samples = s.data_samples;
@@ -178,8 +183,14 @@ static bool trainer_load(Trainer *t) {
         t->opt.scaler.last_overflow = s.scaler_last_overflow;
         t->opt.scaler.hysteresis_left = s.scaler_hysteresis_left;
     }
-    if (t->grid.rank == 0) printf("resumed from %s: step %" PRId64 ", %" PRId64 " tokens\n", name, t->step, t->tokens);
+    if (t->grid.rank == 0 && !trainer_only_reads(cfg)) printf("resumed from %s: step %" PRId64 ", %" PRId64 " tokens\n", name, t->step, t->tokens);
     return true;
+}
+
+// Ranks that have become slow, as rank 0 sees them; nobody is stopped for it.
+static void note_stragglers(void) {
+    for (WatchStraggler s; watch_straggler(&s);)
+        note("rank %d on %s is slow: %.2f times the others' work time, %.1f ms lost an update", s.rank, s.host, s.ratio, 1e3 * s.lost_s);
 }
 
 static bool due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
@@ -199,4 +210,5 @@ static void run_reader(Trainer *t) {
         printf("exported to %s\n", cfg->export_dir);
     }
     if (cfg->generate) generate_text(t, cfg->generate_prompt, cfg->run.sample_tokens > 0 ? cfg->run.sample_tokens : 256, (uint64_t)cfg->run.seed);
+    if (fflush(stdout) != 0) die(EXIT_IO, "standard output: %s", strerror(errno));
 }

@@ -155,6 +155,7 @@ static void train(Trainer *t) {
         // the update itself
         StepStats s = train_step(t);
         if (t->grid.rank == 0) metrics_step(&t->metrics, &s);
+        note_stragglers();
 
         // once in a while: show what the model writes
         if (due(t->step, run->sample_every)) generate_text(t, run->sample_prompt, run->sample_tokens, (uint64_t)(run->seed + t->step));
@@ -175,7 +176,7 @@ static void train(Trainer *t) {
     char time[32];
     double seconds = clock_seconds() - start;
     metrics_log(&t->metrics, "{\"event\":\"%s\",\"at_step\":%" PRId64 ",\"tokens\":%" PRId64 ",\"skipped\":%" PRId64 ",\"seconds\":%.3f}", stopped ? "stopped" : "done", t->step, t->tokens, t->opt.skipped, seconds);
-    printf("%s: %" PRId64 " updates in %s, %" PRId64 " tokens (%.2f epochs), %" PRId64 " updates skipped; log %s\n", stopped ? "stopped, resume with the same command" : "done",
+    printf("%s: %" PRId64 " updates in %s, %" PRId64 " tokens (%.2f epochs), %" PRId64 " updates skipped; log %s\n", !stopped ? "done" : strcmp(run->resume, "none") == 0 ? "stopped, resume with run.resume=auto" : "stopped, resume with the same command",
            t->step - t->start_step, duration_text(time, sizeof time, seconds), t->tokens, (double)t->samples / (double)t->train.samples_per_epoch, t->opt.skipped, t->metrics.log_path);
 }
 
@@ -191,13 +192,15 @@ int main(int argc, char **argv) {
     Config *cfg = config_load(argc, argv); // JSON to structs, or the list of what is wrong and exit 2
     if (cfg->world != world.world)
         die_alike(EXIT_CONFIG, "the launcher started %" PRId64 " ranks, but this binary was built without MPI or NCCL and runs one; install them (make install-deps), build again, or start one process", cfg->world);
+    configurations_agree(cfg);
     watch_begin(cfg, world);
     Trainer t;
-    trainer_init(&t, cfg, world);          // tables, shards, slots, program, in that order
+    trainer_init(&t, cfg, world);          // device, tables, program, shards, slots, data, files
     if (trainer_only_reads(cfg)) run_reader(&t);
     else train(&t);
     trainer_free(&t);
     free(cfg);
+    watch_announce(WATCH_END, 60);
     comm_finish();
     watch_goodbye();
     return EXIT_OK;

@@ -59,7 +59,15 @@ typedef struct {
 static volatile sig_atomic_t stop_signal, save_signal;
 
 static void on_stop_signal(int number) {
-    if (stop_signal) _exit(128 + number); // the second one does not wait
+    static time_t first; // wrappers such as timeout(1) signal the process and then its group: that counts once
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (stop_signal && now.tv_sec - first < 2) return;
+    if (!stop_signal) first = now.tv_sec;
+    if (stop_signal) { // the second one does not wait
+        watch_last_words(128 + number, "stopped by a second signal");
+        _exit(128 + number);
+    }
     stop_signal = number;
 }
 static void on_save_signal(int number) { save_signal = number; }
@@ -95,6 +103,26 @@ static void cores_take_share(CommWorld world) {
 }
 
 static bool trainer_only_reads(const Config *cfg) { return cfg->generate || cfg->export_dir[0]; }
+
+// Dies on all ranks if a number differs between them.
+static void ranks_agree(double value, const char *otherwise) {
+    double least = value, most = value;
+    comm_host_all_reduce(&least, 1, COMM_MIN);
+    comm_host_all_reduce(&most, 1, COMM_MAX);
+    if (least != most) die_alike(EXIT_CONFIG, "%s", otherwise);
+}
+
+// Ranks that trained by different settings would wait for each other for ever, or learn something that no file says.
+static void configurations_agree(const Config *cfg) {
+    char *text = NULL;
+    size_t length = 0;
+    FILE *f = open_memstream(&text, &length);
+    CHECK(f, "open_memstream: %s", strerror(errno));
+    config_print_table(f, cfg);
+    fclose(f);
+    ranks_agree((double)(text_hash(text) >> 12), "the ranks have different configurations; give all hosts the same file and the same command line (compare the output of --check-config)");
+    free(text);
+}
 
 // Connects the ranks' beats. The flight recorder lies in the output folder; runs that only read leave none.
 static void watch_begin(const Config *cfg, CommWorld world) {
@@ -178,6 +206,7 @@ static void trainer_open_data(Trainer *t) {
     if (!d->train[0]) die_alike(EXIT_CONFIG, "train_gpt.data.train: no training data given; say data.train=FILE (a text file, or a glob of .bin token shards)");
     dataloader_open(&t->train, d->train, V, T, cfg->batch.train_batch_size, d->shuffle, cfg->batch.dataloader_drop_last, (uint64_t)cfg->run.seed, "train_gpt.data.train");
     t->has_train = true;
+    ranks_agree((double)(t->train.fingerprint >> 12), "train_gpt.data.train: the ranks see different files at this path; give all hosts the same data");
     if (!d->val[0]) return;
     dataloader_open(&t->val, d->val, V, T, 1, false, false, 0, "train_gpt.data.val");
     t->has_val = true;
@@ -238,8 +267,9 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     memset(t, 0, sizeof *t);
     t->cfg = cfg;
     t->grid = grid;
+    CHECK(grid.zero_size == grid.world, "a grid of %d ranks, of which %d share the weights", grid.world, grid.zero_size);
     int *ranks = (int *)host_alloc(sizeof(int) * (size_t)grid.world);
-    for (int r = 0; r < grid.world; r++) ranks[r] = grid.first_rank + r; // data parallelism is the only axis: everybody shares the weights
+    for (int r = 0; r < grid.zero_size; r++) ranks[r] = grid.first_rank + r; // data parallelism is the only axis: everybody shares the weights
     t->gather_group = comm_group_create(ranks, grid.zero_size);
     t->reduce_group = comm_group_create(ranks, grid.zero_size);
     free(ranks);
@@ -286,6 +316,8 @@ static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
                  model_flops_per_token(&t->model, cfg->run.seq_len), t->model.dtype);
     char room[CONFIG_PATH_MAX + 16];
     t->store = checkpoint_open(trainer_save_dir(cfg, room, sizeof room), false);
+    CheckpointTensors tensors = trainer_tensors(t);
+    checkpoint_space_note(t->store, &tensors, cfg->checkpoint.num_checkpoints_to_keep);
 }
 
 static void trainer_free(Trainer *t) {

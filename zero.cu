@@ -394,7 +394,10 @@ static int zero_units_of(const ParamTable *table, int unit, int units[2]) {
     int n = 0;
     units[n++] = unit;
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++)
-        if (table->row[i].tied_to >= 0) units[n++] = table->row[table->row[i].tied_to].unit;
+        if (table->row[i].tied_to >= 0) {
+            CHECK(n < 2, "unit %d is tied to more than one other", unit);
+            units[n++] = table->row[table->row[i].tied_to].unit;
+        }
     return n;
 }
 

@@ -285,7 +285,6 @@ static void gather_start(Collective *c, MPI_Comm comm) {
 
 static void collective_start(Collective *c) {
     Channel *channel = &channels[c->group.channel];
-    c->watched = watch_collective_enter(channel->watch, watch_op(c->kind), c->bytes);
     MPI_Datatype type;
     const int count = piece_count(c, &type);
     if (c->kind == KIND_BROADCAST)
@@ -293,6 +292,7 @@ static void collective_start(Collective *c) {
     else if (c->kind == KIND_REDUCE_SCATTER || c->two_halves)
         MPI_TRY(MPI_Ialltoall(c->sent, count, type, c->received, count, type, channel->comm, &c->request));
     else gather_start(c, channel->comm);
+    c->watched = watch_collective_enter(channel->watch, watch_op(c->kind), c->bytes); // now: a rank that hangs in the call above has not entered
     if (c->two_halves) c->turn = channel->turns++;
     Collective **last = &in_flight;
     while (*last) last = &(*last)->next;
@@ -357,7 +357,9 @@ static void collective_check_hidden(const Collective *c) {
 
 static void collective_finish(DeviceWork *w) {
     Collective *c = (Collective *)w;
+    const double start = clock_seconds();
     collective_wait(c);
+    watch_waited(clock_seconds() - start);
     if (DEVICE_STRICT) collective_check_hidden(c);
     if (c->adds) add_pieces(c->target, c->received, c->group.size, c->n, c->element, c->op);
     else if (c->target_bytes > 0 && c->received != c->target) memcpy(c->target, c->received, (size_t)c->target_bytes);

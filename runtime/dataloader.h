@@ -97,7 +97,7 @@ static void dataloader_open(DataLoader *d, const char *pattern, int64_t vocab_si
     d->n_samples = (d->total_tokens - 1) / seq_len;
     if (d->n_samples < global_batch) {
         char shown[1024];
-        die(EXIT_DATA, "%s: \"%s\" has %" PRId64 " tokens in %" PRId64 " file%s, but one update of %" PRId64 " samples of %" PRId64 " tokens needs %.0f; give more data, or lower the batch or train_gpt.run.seq_len",
+        die_alike(EXIT_DATA, "%s: \"%s\" has %" PRId64 " tokens in %" PRId64 " file%s, but one update of %" PRId64 " samples of %" PRId64 " tokens needs %.0f; give more data, or lower the batch or train_gpt.run.seq_len",
             d->key, data_show(shown, sizeof shown, pattern), d->total_tokens, d->files.n_shards, d->files.n_shards == 1 ? "" : "s", global_batch, seq_len, (double)global_batch * (double)seq_len + 1);
     }
     if (d->files.shard[0].token_bytes == 1 && vocab_size > 512)

@@ -23,6 +23,7 @@ package_of() {
     case $1 in
         readelf) echo binutils ;;
         clang) echo clang libclang-rt-dev ;;
+        ip) echo iproute2 ;;
         mpicc) echo libopenmpi-dev openmpi-bin ;;
         ps) echo procps ;;
         unshare | setpriv) echo util-linux ;;

@@ -816,6 +816,31 @@ static void test_clipping(Test *t) {
     free(c);
 }
 
+// Sampling past the model's positions, with as few of them as can be: the window moves, nothing is written beside it (the
+// address sanitizer looks), and a second time gives the same weights back untouched.
+static void test_short_windows(Test *t) {
+    for (int64_t T = 1; T <= 5; T++) {
+        Config *c = tiny_config();
+        c->model.n_positions = c->run.seq_len = T;
+        Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+        tiny_trainer(trainer, c);
+        tokenizer_open(&trainer->tokenizer, "", c->model.vocab_size);
+        int64_t n;
+        float *before = trainer_weights(trainer, &n);
+        trainer->grid.rank = 1; // computes, and leaves the printing to rank 0
+        generate_text(trainer, "", 40, 1);
+        generate_text(trainer, "a longer prompt", 40, 1);
+        trainer->grid.rank = 0;
+        float *after = trainer_weights(trainer, &n);
+        expect_same_bytes(t, "weights", after, before, n * 4);
+        free(before);
+        free(after);
+        trainer_free(trainer);
+        free(trainer);
+        free(c);
+    }
+}
+
 // Padding of the vocabulary: rows beyond V stay zero, and the loss is that of the real ids (211 is prime).
 static void test_vocabulary_padding(Test *t) {
     Config *c = tiny_config();
@@ -914,7 +939,7 @@ static void test_initialisation_is_a_function(Test *t) {
 static const TestRow trainer_tests[] = {
     {"accumulation", test_accumulation}, {"repeats bit for bit", test_repeats}, {"evaluation leaves no trace", test_evaluation_leaves_no_trace},
     {"overflow skips", test_overflow_skips}, {"not finite", test_run_not_finite}, {"infinite gradient", test_infinite_gradient}, {"zero gradients", test_zero_gradients},
-    {"clipping", test_clipping}, {"vocabulary padding", test_vocabulary_padding}, {"untied head", test_untied_head}, {"optimizers learn", test_optimizers_learn},
+    {"clipping", test_clipping}, {"short windows", test_short_windows}, {"vocabulary padding", test_vocabulary_padding}, {"untied head", test_untied_head}, {"optimizers learn", test_optimizers_learn},
     {"initialisation", test_initialisation_is_a_function}, {NULL, NULL},
 };
 
