@@ -56,7 +56,8 @@ def main():
             check(os.path.exists(path), f"{manual}: {path}: not there")
         for name in re.findall(r"(?<![\w/.*])[a-z_]+\.cu\b", text):
             check(os.path.exists(name), f"{manual}: {name}: not there")
-        for switch in re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(line for line in text.split("\n") if "train_gpt" in line or "`--" in line)):
+        ours = [re.sub(r"^.*(?=\./train_gpt)|#.*$", "", line) for line in text.split("\n") if "train_gpt" in line or "`--" in line] # not the launcher's
+        for switch in re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(ours)):
             if f"`{switch}=" in text or "prepare.py " + switch in text:
                 continue  # of another program: --signal=... of Slurm
             check(switch in switches, f"{manual}: {switch}: not in --help")
