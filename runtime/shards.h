@@ -256,15 +256,15 @@ static void data_find(TokenFiles *f, const char *pattern, const char *key) {
     char **path = single;
     size_t n = 1;
     if (lstat(pattern, &st) != 0) {
-        if (errno != ENOENT && !strpbrk(pattern, "*?[")) die(EXIT_DATA, "%s: %s: %s", key, data_show(shown, sizeof shown, pattern), strerror(errno));
+        if (errno != ENOENT && !strpbrk(pattern, "*?[")) die_alike(EXIT_DATA, "%s: %s: %s", key, data_show(shown, sizeof shown, pattern), strerror(errno));
         int result = glob(pattern, GLOB_NOSORT | GLOB_ERR, NULL, &found);
-        if (result == GLOB_NOSPACE) die(EXIT_DATA, "%s: out of memory while looking for %s", key, data_show(shown, sizeof shown, pattern));
-        if (result == GLOB_ABORTED) die(EXIT_DATA, "%s: a folder of %s cannot be read: %s", key, data_show(shown, sizeof shown, pattern), strerror(errno));
+        if (result == GLOB_NOSPACE) die_alike(EXIT_DATA, "%s: out of memory while looking for %s", key, data_show(shown, sizeof shown, pattern));
+        if (result == GLOB_ABORTED) die_alike(EXIT_DATA, "%s: a folder of %s cannot be read: %s", key, data_show(shown, sizeof shown, pattern), strerror(errno));
         path = found.gl_pathv;
         n = found.gl_pathc;
     }
     if (n == 0)
-        die(EXIT_DATA, "%s: %s \"%s\"; give token shards such as \"data/*_train_*.bin\" (data/prepare.py makes them) or a .txt file", key,
+        die_alike(EXIT_DATA, "%s: %s \"%s\"; give token shards such as \"data/*_train_*.bin\" (data/prepare.py makes them) or a .txt file", key,
             strpbrk(pattern, "*?[") ? "no file matches" : "there is no file", data_show(shown, sizeof shown, pattern));
     f->n_shards = (int64_t)n;
     f->shard = (Shard *)host_alloc(n * sizeof(Shard));
@@ -387,10 +387,10 @@ static void shards_open(TokenFiles *f, const char *pattern, int64_t vocab_size, 
     data_find(f, pattern, key);
     for (int64_t s = 0; s < f->n_shards; s++) {
         Shard *shard = &f->shard[s];
-        if (!data_open_shard(f, shard, why)) die(EXIT_DATA, "%s: %s", key, why);
+        if (!data_open_shard(f, shard, why)) die_alike(EXIT_DATA, "%s: %s", key, why);
         if ((shard->token_bytes == 1) != (f->shard[0].token_bytes == 1)) {
             data_refuse(why, shard->path, "the pattern mixes texts (.txt) and token shards (.bin); give one kind");
-            die(EXIT_DATA, "%s: %s", key, why);
+            die_alike(EXIT_DATA, "%s: %s", key, why);
         }
         shard->first_token = f->total_tokens;
         f->total_tokens += shard->n_tokens;
@@ -401,7 +401,7 @@ static void shards_open(TokenFiles *f, const char *pattern, int64_t vocab_size, 
 static void shards_check(TokenFiles *f, const char *key) {
     char why[DATA_WHY_BYTES] = "";
     bool good = f->total_tokens <= DATA_SCAN_TOKENS ? data_scan(f, why) : data_hash_pages(f, why);
-    if (!good) die(EXIT_DATA, "%s: %s", key, why);
+    if (!good) die_alike(EXIT_DATA, "%s: %s", key, why);
 }
 
 static void shards_close(TokenFiles *f) {
