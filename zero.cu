@@ -37,7 +37,7 @@
 // furthest (Belady 1966), which keeps the last blocks of forward for the first of backward.
 //
 // Stages differ in the size of shards and in which buffers are shared, not in functions; with one rank every gather is
-// void. Gathers and reductions run on streams of their own, next to the computation; the host never waits for them.
+// void. Gathers and reductions run on streams of their own, next to the computation; within an update the host never waits for them.
 //
 // Invariants:
 //  1. A unit IN_USE is never evicted; uses nest (the head uses the embedding's table when they are tied).
@@ -46,7 +46,7 @@
 //  3. A whole buffer is valid only while its version is the version of the weights.
 //  4. A buffer is filled again only after its last reader: gathers wait for UnitState.released, gradients for
 //     UnitState.reduced and GradBuffer.reduced.
-//  5. Gathered elements of blocks never exceed stage3_max_live_parameters, unless two blocks alone do.
+//  5. Gathered elements of the blocks that take turns never exceed stage3_max_live_parameters, unless two blocks alone do.
 //  6. A gradient row is overwritten by its first writer and added to by the later ones; rows that share storage share
 //     that state. From stage 2 on, each micro-batch begins anew, since its sum has left for the shard.
 //  7. Each element counts once in the norm: a rank sums the squares of its own shard, at every stage.
@@ -105,7 +105,7 @@ typedef struct {
     Group gather_group, reduce_group; // the same ranks, as two channels: gathers and reductions may be in flight together
     const Model *model;
     Stream stream, gather_stream, reduce_stream;
-    Event computed;        // scratch: orders one stream behind another
+    Event computed;        // orders one stream behind another: recorded, and at once waited for, so it may be used again
     int n_states;
     bool with_gradients;
     UnitState *unit;       // by unit
@@ -187,7 +187,7 @@ static void zero_init_pools(Zero *z) {
     }
     z->bucket = (int *)host_alloc(sizeof(int) * (size_t)table->n_units);
     z->bucket_limit = min_i64(min_i64(z->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL), all);
-    if (zero_shards_params(z) && !z->unit[1].dedicated) {
+    if (zero_shards_params(z) && !z->unit[1].dedicated) { // blocks are alike: what holds for the first holds for all
         z->n_param_pool = (int)min_i64(n_blocks, max_i64(2, z->opt.max_live_parameters / block));
         z->param_pool = (ParamBuffer *)host_alloc(sizeof(ParamBuffer) * (size_t)z->n_param_pool);
         for (int i = 0; i < z->n_param_pool; i++) {
