@@ -148,7 +148,13 @@ static bool trainer_load(Trainer *t) {
     const Config *cfg = t->cfg;
     const char *which = cfg->load_tag[0] ? cfg->load_tag : cfg->run.resume;
     char room[CONFIG_PATH_MAX + 16], name[CONFIG_NAME_MAX] = "";
-    if (strcmp(which, "none") == 0) return false;
+    if (strcmp(which, "none") == 0) {
+        char latest[CONFIG_PATH_MAX + 32];
+        snprintf(latest, sizeof latest, "%s/latest", trainer_save_dir(cfg, room, sizeof room));
+        if (access(latest, F_OK) == 0)
+            note("train_gpt.run.resume = none: the folder of %s holds checkpoints of an earlier run; those of equal steps will be replaced, and a later resume=auto takes the highest step; another run.output_dir keeps the two apart", latest);
+        return false;
+    }
     TrainingState s;
     double found = 0;
     const char *dir = trainer_load_dir(cfg, room, sizeof room);
