@@ -21,7 +21,7 @@ typedef struct {
 typedef struct {
     Instr *prog;
     int n;
-    int n_micro_batches, n_chunks;
+    int n_micro_batches;
     int n_slots; // micro-batches in flight at once
 } Pipeline;
 
@@ -50,7 +50,6 @@ static const char *pipeline_validate(const Pipeline *p) {
 static void pipeline_init(Pipeline *p, int n_micro_batches) {
     memset(p, 0, sizeof *p);
     p->n_micro_batches = n_micro_batches;
-    p->n_chunks = 1;
     p->n_slots = 1;
     p->prog = (Instr *)host_alloc(sizeof(Instr) * (size_t)n_micro_batches * 3);
     for (int mb = 0; mb < n_micro_batches; mb++) {

@@ -138,7 +138,7 @@ static void train(Trainer *t) {
     int64_t saved_at = -1;
     if (trainer_load(t)) saved_at = t->step;
     else trainer_init_weights(t);
-    t->start_step = t->step;
+    int64_t start_step = t->step; // where this process began
     if (run->sample_every > 0) { // a prompt that cannot be encoded is refused now, not at the first sample
         int32_t *tokens = (int32_t *)host_alloc((strlen(run->sample_prompt) + 1) * 4);
         prompt_encode(t, run->sample_prompt, tokens);
@@ -177,7 +177,7 @@ static void train(Trainer *t) {
     double seconds = clock_seconds() - start;
     metrics_log(&t->metrics, "{\"event\":\"%s\",\"at_step\":%" PRId64 ",\"tokens\":%" PRId64 ",\"skipped\":%" PRId64 ",\"seconds\":%.3f}", stopped ? "stopped" : "done", t->step, t->tokens, t->opt.skipped, seconds);
     printf("%s: %" PRId64 " updates in %s, %" PRId64 " tokens (%.2f epochs), %" PRId64 " updates skipped; log %s\n", !stopped ? "done" : strcmp(run->resume, "none") == 0 ? "stopped, resume with run.resume=auto" : "stopped, resume with the same command",
-           t->step - t->start_step, duration_text(time, sizeof time, seconds), t->tokens, (double)t->samples / (double)t->train.samples_per_epoch, t->opt.skipped, t->metrics.log_path);
+           t->step - start_step, duration_text(time, sizeof time, seconds), t->tokens, (double)t->samples / (double)t->train.samples_per_epoch, t->opt.skipped, t->metrics.log_path);
 }
 
 #ifndef TESTING

@@ -49,7 +49,6 @@ typedef struct {
     double *eval_sum;        // one double in the backend's memory
     int64_t step;            // updates done, skipped ones included
     int64_t tokens, samples; // consumed by them
-    int64_t start_step;      // where this process began
     bool stop, save;         // some rank was asked to, as all ranks know since the last update
 } Trainer;
 
