@@ -16,46 +16,94 @@ typedef struct {
     void **saved;           // [unit * ACT_COUNT + role], null where the unit has no such activation
 } ActSlot;
 
+// What decides how much memory a store takes: room for n_slots micro-batches of (B,T). Without backward there is no dx, and
+// all blocks share one set of activations.
 typedef struct {
     const Model *model;
+    int n_slots;
+    int64_t B, T;
+    bool with_backward;
+} ActLayout;
+
+typedef struct {
+    const Model *model;
+    ActLayout layout;
     int n_slots;
     ActSlot *slot;
     void *scratch[ACT_COUNT];
     float dloss;            // see Acts.dloss
-    int64_t bytes;          // on this rank, for the start-up table
+    int64_t allocated;      // bytes
 } ActStore;
 
-static void *acts_alloc(ActStore *a, int64_t bytes) {
-    a->bytes += bytes;
-    return device_malloc(bytes);
+// ---------------------------------------------------------------------------------------------------------------
+// The layout: bytes of each buffer, 0 where there is none or a unit uses another's. A planner needs no more than this.
+
+static int64_t acts_scratch_bytes(const ActLayout *l, int role) {
+    return act_descs[role].keep == ACT_SCRATCH ? tensor_bytes(act_tensor(l->model, (ActRole)role, l->B, l->T, NULL)) : 0;
 }
 
-// Room for n_slots micro-batches of (B,T). Without backward there is no dx, and all blocks share one set of activations.
-static void acts_init(ActStore *a, const Model *m, int n_slots, int64_t B, int64_t T, bool with_backward) {
+static int64_t acts_tokens_bytes(const ActLayout *l) { return l->B * l->T * 4; }
+
+static int64_t acts_dx_bytes(const ActLayout *l) { return l->with_backward ? l->B * l->T * l->model->C * dtype_bytes(l->model->dtype) : 0; }
+
+// The residual stream that enters a unit. Without backward two buffers take turns: a unit reads one and writes the other.
+static int64_t acts_x_bytes(const ActLayout *l, int unit) {
+    if (unit == 0 || (!l->with_backward && unit > 2)) return 0;
+    return l->B * l->T * l->model->C * dtype_bytes(l->model->dtype);
+}
+
+static int64_t acts_saved_bytes(const ActLayout *l, int unit, int role) {
+    UnitKind kind = l->model->table.unit[unit].kind;
+    if (act_descs[role].keep != ACT_SAVED || act_descs[role].unit != kind) return 0;
+    if (!l->with_backward && kind == UNIT_BLOCK && unit > 1) return 0; // the first block's
+    return tensor_bytes(act_tensor(l->model, (ActRole)role, l->B, l->T, NULL));
+}
+
+// All that acts_init allocates.
+static int64_t acts_bytes(const ActLayout *l) {
+    int64_t shared = 0, slot = 2 * acts_tokens_bytes(l) + acts_dx_bytes(l);
+    for (int r = 0; r < ACT_COUNT; r++) shared += acts_scratch_bytes(l, r);
+    for (int u = 0; u < l->model->table.n_units; u++) {
+        slot += acts_x_bytes(l, u);
+        for (int r = 0; r < ACT_COUNT; r++) slot += acts_saved_bytes(l, u, r);
+    }
+    return shared + l->n_slots * slot;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Setting up
+
+static void *acts_alloc(ActStore *a, int64_t bytes) {
+    a->allocated += bytes;
+    return bytes ? device_malloc(bytes) : NULL;
+}
+
+static void acts_init(ActStore *a, ActLayout layout) {
+    const Model *m = layout.model;
+    const ActLayout *l = &a->layout;
     memset(a, 0, sizeof *a);
+    a->layout = layout;
     a->model = m;
-    a->n_slots = n_slots;
-    a->slot = (ActSlot *)host_alloc(sizeof(ActSlot) * (size_t)n_slots);
+    a->n_slots = layout.n_slots;
+    a->slot = (ActSlot *)host_alloc(sizeof(ActSlot) * (size_t)a->n_slots);
     int n_units = m->table.n_units;
-    int64_t x_bytes = B * T * m->C * dtype_bytes(m->dtype);
-    for (int r = 0; r < ACT_COUNT; r++)
-        if (act_descs[r].keep == ACT_SCRATCH) a->scratch[r] = acts_alloc(a, tensor_bytes(act_tensor(m, (ActRole)r, B, T, NULL)));
-    for (int i = 0; i < n_slots; i++) {
+    for (int r = 0; r < ACT_COUNT; r++) a->scratch[r] = acts_alloc(a, acts_scratch_bytes(l, r));
+    for (int i = 0; i < a->n_slots; i++) {
         ActSlot *s = &a->slot[i];
-        s->B = B;
-        s->T = T;
-        s->tokens = (int32_t *)acts_alloc(a, B * T * 4);
-        s->targets = (int32_t *)acts_alloc(a, B * T * 4);
+        s->B = l->B;
+        s->T = l->T;
+        s->tokens = (int32_t *)acts_alloc(a, acts_tokens_bytes(l));
+        s->targets = (int32_t *)acts_alloc(a, acts_tokens_bytes(l));
         s->x = (void **)host_alloc(sizeof(void *) * (size_t)(n_units + 1));
         s->saved = (void **)host_alloc(sizeof(void *) * (size_t)(n_units * ACT_COUNT));
-        if (with_backward) s->dx = acts_alloc(a, x_bytes);
+        s->dx = acts_alloc(a, acts_dx_bytes(l));
         for (int u = 0; u < n_units; u++) {
-            bool shared = !with_backward && m->table.unit[u].kind == UNIT_BLOCK && u > 1;
-            // Without backward two buffers of the residual stream take turns: a unit reads one and writes the other.
-            if (u > 0) s->x[u] = !with_backward && u > 2 ? s->x[u - 2] : acts_alloc(a, x_bytes);
+            s->x[u] = acts_alloc(a, acts_x_bytes(l, u));
+            if (!s->x[u] && u > 2) s->x[u] = s->x[u - 2];
             for (int r = 0; r < ACT_COUNT; r++) {
-                if (act_descs[r].keep != ACT_SAVED || act_descs[r].unit != m->table.unit[u].kind) continue;
-                s->saved[u * ACT_COUNT + r] = shared ? s->saved[1 * ACT_COUNT + r] : acts_alloc(a, tensor_bytes(act_tensor(m, (ActRole)r, B, T, NULL)));
+                void **saved = &s->saved[u * ACT_COUNT + r];
+                *saved = acts_alloc(a, acts_saved_bytes(l, u, r));
+                if (!*saved && m->table.unit[u].kind == UNIT_BLOCK) *saved = s->saved[1 * ACT_COUNT + r];
             }
         }
     }
@@ -68,9 +116,9 @@ static void acts_free(ActStore *a) {
         device_free(s->tokens);
         device_free(s->targets);
         for (int u = 0; u < a->model->table.n_units; u++) {
-            if (u <= 2 || s->dx) device_free(s->x[u]);
-            bool shared = !s->dx && a->model->table.unit[u].kind == UNIT_BLOCK && u > 1;
-            for (int r = 0; r < ACT_COUNT && !shared; r++) device_free(s->saved[u * ACT_COUNT + r]);
+            if (acts_x_bytes(&a->layout, u)) device_free(s->x[u]);
+            for (int r = 0; r < ACT_COUNT; r++)
+                if (acts_saved_bytes(&a->layout, u, r)) device_free(s->saved[u * ACT_COUNT + r]);
         }
         device_free(s->dx);
         free(s->x);

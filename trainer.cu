@@ -239,9 +239,10 @@ static void trainer_print_start(const Trainer *t) {
                         cfg->optimizer.weight_decay, cfg->gradient_clipping, cfg->gradient_clipping > 0 ? "" : " (off)", t->zero.opt.stage, t->zero.gather_group.size, t->zero.gather_group.size == 1 ? "" : "s");
         print_table_row("data", "%" PRId64 " tokens, %" PRId64 " samples an epoch, %s", t->train.total_tokens, t->train.samples_per_epoch, cfg->data.shuffle ? "shuffled" : "in file order");
     }
-    const Zero *z = &t->zero;
-    print_table_row("memory (MiB)", "weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, shared buffers %.1f, activations %.1f; allocated on the device %.1f", (double)z->param_bytes / mib,
-                    (double)z->master_bytes / mib, (double)z->grad_bytes / mib, (double)z->state_bytes / mib, (double)z->buffer_bytes / mib, (double)t->acts.bytes / mib, (double)device_allocated_bytes() / mib);
+    const int64_t *bytes = t->zero.allocated.bytes;
+    print_table_row("memory (MiB)", "weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, shared buffers %.1f, activations %.1f; allocated on the device %.1f", (double)bytes[MEMORY_WEIGHTS] / mib,
+                    (double)bytes[MEMORY_MASTERS] / mib, (double)bytes[MEMORY_GRADIENTS] / mib, (double)bytes[MEMORY_OPTIMIZER_STATES] / mib, (double)bytes[MEMORY_BUFFERS] / mib,
+                    (double)t->acts.allocated / mib, (double)device_allocated_bytes() / mib);
     fflush(stdout);
 }
 
@@ -280,7 +281,8 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
                            cfg->zero.max_reuse_distance, cfg->zero.param_persistence_threshold, cfg->zero.overlap_comm};
     zero_init(&t->zero, &t->model, options, t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
     trainer_list_uses(t);
-    acts_init(&t->acts, &t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward);
+    ActLayout acts = {&t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward};
+    acts_init(&t->acts, acts);
     optimizer_init(&t->opt, cfg, t->stream);
     for (int i = 0; i < 2; i++) {
         t->staging[i] = (int32_t *)pinned_malloc(2 * B * cfg->run.seq_len * 4);

@@ -55,6 +55,7 @@
 #pragma once
 #include "model.cu"
 #include "runtime/comm.h"
+#include "runtime/memory.h"
 
 enum { ZERO_STATES_MAX = 2 };
 // Beyond this many elements a longer message is not faster (NCCL's bandwidth levels off near 64 MB), so buckets need not grow.
@@ -100,6 +101,33 @@ typedef struct {
     bool overlap_comm;
 } ZeroOptions;
 
+// How a unit lies on one rank. The *_bytes are pieces of memory; 0: there is none, or it lies inside another.
+typedef struct {
+    int64_t shard_numel, whole, update_first, update_numel; // elements, see UnitState
+    bool dedicated;
+    int64_t param_bytes;        // whole, of the unit's own
+    int64_t param_shard_bytes;  // beside `param`
+    int64_t master_bytes;
+    int64_t state_bytes;        // of each state
+    int64_t grad_bytes;         // whole, of the unit's own
+    int64_t grad_shard_bytes;   // beside `grad`
+} UnitLayout;
+
+// Everything that zero.cu allocates on one rank. A function of sizes alone (zero_layout), so that a planner can ask for any
+// rank of any world.
+typedef struct {
+    ZeroOptions opt;            // up to n_states: what it follows from
+    int ranks, rank;            // that share the weights
+    bool with_gradients;
+    int n_states;               // of the optimizer; 0 without gradients
+    UnitLayout *unit;           // by unit
+    int n_param_pool, n_grad_pool;
+    int64_t param_buffer_bytes, grad_buffer_bytes; // of each buffer in the pools: any block fits
+    int64_t bucket_limit;       // elements
+    int64_t reduce_scratch_numel, staging_numel;   // fp32
+    MemoryUse bytes;            // all of it, by kind
+} ZeroLayout;
+
 typedef struct {
     ZeroOptions opt;
     Group gather_group, reduce_group; // the same ranks, as two channels: gathers and reductions may be in flight together
@@ -107,7 +135,6 @@ typedef struct {
     Stream stream, gather_stream, reduce_stream;
     Event computed;        // orders one stream behind another: recorded, and at once waited for, so it may be used again
     int n_states;
-    bool with_gradients;
     UnitState *unit;       // by unit
     bool *grad_written;    // by row, see invariant 6
     bool last_micro_batch;
@@ -125,89 +152,144 @@ typedef struct {
     int n_bucket;
     int64_t bucket_numel, bucket_limit;
     float *staging;        // (whole of the largest unit) for tensors on their way in or out; made when first needed
-    float *reduce_scratch; // (reduce_scratch_numel) where later micro-batches are reduced to before they are added
-    int64_t reduce_scratch_numel;
-    // On this rank, for the start-up table
-    int64_t param_bytes, grad_bytes, master_bytes, state_bytes, buffer_bytes;
+    float *reduce_scratch; // (ZeroLayout.reduce_scratch_numel) where later micro-batches are reduced to before they are added
+    ZeroLayout layout;
+    MemoryUse allocated;   // on this rank, so far
 } Zero;
 
 // ---------------------------------------------------------------------------------------------------------------
 // Setting up
 
-static void *zero_alloc(Zero *z, int64_t bytes, int64_t *counter) {
-    void *p = device_malloc(max_i64(bytes, 1));
-    device_memset(p, 0, bytes, z->stream); // invariant 8
-    *counter += bytes;
+// What is cut into parts; the rest every rank holds whole.
+static bool layout_shards_params(const ZeroLayout *l) { return l->opt.stage >= 3 && l->ranks > 1; }
+static bool layout_shards_grads(const ZeroLayout *l) { return l->opt.stage >= 2 && l->ranks > 1; }
+static bool layout_shards_updates(const ZeroLayout *l) { return l->opt.stage >= 1; }
+
+static bool zero_shards_params(const Zero *z) { return layout_shards_params(&z->layout); }
+static bool zero_shards_grads(const Zero *z) { return layout_shards_grads(&z->layout); }
+static bool zero_shards_updates(const Zero *z) { return layout_shards_updates(&z->layout); }
+
+static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit) {
+    bool is_block = m->table.unit[unit].kind == UNIT_BLOCK;
+    int64_t element = dtype_bytes(m->dtype);
+    UnitLayout u;
+    memset(&u, 0, sizeof u);
+    u.shard_numel = round_up(ceil_div(m->table.unit[unit].numel, l->ranks), ROW_ALIGN);
+    u.whole = u.shard_numel * l->ranks;
+    u.update_first = layout_shards_updates(l) ? u.shard_numel * l->rank : 0;
+    u.update_numel = layout_shards_updates(l) ? u.shard_numel : u.whole;
+    // The embedding is needed at both ends of a micro-batch and, when tied, in the middle: it stays. So do small units.
+    u.dedicated = !layout_shards_params(l) || !is_block || u.whole < l->opt.param_persistence_threshold;
+    u.param_bytes = u.dedicated ? u.whole * element : 0;
+    u.param_shard_bytes = layout_shards_params(l) ? u.shard_numel * element : 0;
+    u.master_bytes = m->dtype == DTYPE_FP32 ? 0 : u.update_numel * 4; // fp32 weights are their own masters
+    u.state_bytes = l->n_states > 0 ? u.update_numel * 4 : 0;
+    u.grad_bytes = l->with_gradients && !(layout_shards_grads(l) && is_block) ? u.whole * 4 : 0;
+    u.grad_shard_bytes = l->with_gradients && layout_shards_grads(l) ? u.shard_numel * 4 : 0;
+    return u;
+}
+
+// Shared buffers: as many whole blocks as the options allow, at least two, so that one can be filled while the other is read.
+static void layout_pools(ZeroLayout *l, const Model *m) {
+    int64_t block = 0, largest = 0, all = 0;
+    int n_blocks = 0;
+    for (int u = 0; u < m->table.n_units; u++) {
+        all += l->unit[u].whole;
+        largest = max_i64(largest, l->unit[u].whole);
+        if (m->table.unit[u].kind != UNIT_BLOCK) continue;
+        n_blocks++;
+        block = max_i64(block, l->unit[u].whole);
+    }
+    l->param_buffer_bytes = block * dtype_bytes(m->dtype);
+    l->grad_buffer_bytes = block * 4;
+    l->bucket_limit = min_i64(min_i64(l->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL), all);
+    if (!l->unit[1].dedicated) // blocks are alike: what holds for the first holds for all
+        l->n_param_pool = (int)min_i64(n_blocks, max_i64(2, l->opt.max_live_parameters / block));
+    if (layout_shards_updates(l) && l->ranks > 1) l->staging_numel = largest;
+    if (!l->with_gradients || !layout_shards_grads(l)) return;
+    // A bucket of blocks that waits, and one more to write meanwhile.
+    l->n_grad_pool = (int)min_i64(n_blocks, max_i64(1, l->bucket_limit / block) + 1);
+    l->reduce_scratch_numel = min_i64(l->bucket_limit + largest, all) / l->ranks;
+}
+
+// The layout of rank `rank` of the `ranks` that share the weights; with_gradients: to train. To be freed by zero_layout_free.
+static ZeroLayout zero_layout(const Model *m, ZeroOptions opt, int ranks, int rank, int n_states, bool with_gradients) {
+    ZeroLayout l;
+    memset(&l, 0, sizeof l);
+    l.opt = opt;
+    l.ranks = ranks;
+    l.rank = rank;
+    l.with_gradients = with_gradients;
+    l.n_states = with_gradients ? n_states : 0;
+    l.unit = (UnitLayout *)host_alloc(sizeof(UnitLayout) * (size_t)m->table.n_units);
+    for (int u = 0; u < m->table.n_units; u++) l.unit[u] = layout_unit(&l, m, u);
+    layout_pools(&l, m);
+    int64_t *bytes = l.bytes.bytes;
+    for (int i = 0; i < m->table.n_units; i++) {
+        const UnitLayout *u = &l.unit[i];
+        bytes[MEMORY_WEIGHTS] += u->param_shard_bytes ? u->param_shard_bytes : u->param_bytes;
+        bytes[MEMORY_MASTERS] += u->master_bytes;
+        bytes[MEMORY_OPTIMIZER_STATES] += l.n_states * u->state_bytes;
+        bytes[MEMORY_GRADIENTS] += u->grad_shard_bytes ? u->grad_shard_bytes : u->grad_bytes;
+        bytes[MEMORY_BUFFERS] += (u->param_shard_bytes ? u->param_bytes : 0) + (u->grad_shard_bytes ? u->grad_bytes : 0);
+    }
+    bytes[MEMORY_BUFFERS] += l.n_param_pool * l.param_buffer_bytes + l.n_grad_pool * l.grad_buffer_bytes + (l.reduce_scratch_numel + l.staging_numel) * 4;
+    return l;
+}
+
+static void zero_layout_free(ZeroLayout *l) { free(l->unit); }
+
+// Zeros (invariant 8), or null for no bytes.
+static void *zero_alloc(Zero *z, int64_t bytes, MemoryKind kind) {
+    if (bytes == 0) return NULL;
+    void *p = device_malloc(bytes);
+    device_memset(p, 0, bytes, z->stream);
+    z->allocated.bytes[kind] += bytes;
     return p;
 }
 
-static bool zero_shards_params(const Zero *z) { return z->opt.stage >= 3 && z->gather_group.size > 1; }
-static bool zero_shards_grads(const Zero *z) { return z->opt.stage >= 2 && z->reduce_group.size > 1; }
-static bool zero_shards_updates(const Zero *z) { return z->opt.stage >= 1; }
-
 static void zero_init_unit(Zero *z, int u) {
-    const Model *m = z->model;
     UnitState *s = &z->unit[u];
-    int size = z->gather_group.size, rank = z->gather_group.rank;
-    int64_t element = dtype_bytes(m->dtype);
-    s->shard_numel = round_up(ceil_div(m->table.unit[u].numel, size), ROW_ALIGN);
-    s->whole = s->shard_numel * size;
-    s->update_first = zero_shards_updates(z) ? s->shard_numel * rank : 0;
-    s->update_numel = zero_shards_updates(z) ? s->shard_numel : s->whole;
-    // The embedding is needed at both ends of a micro-batch and, when tied, in the middle: it stays. So do small units.
-    s->dedicated = !zero_shards_params(z) || m->table.unit[u].kind != UNIT_BLOCK || s->whole < z->opt.param_persistence_threshold;
+    const UnitLayout *l = &z->layout.unit[u];
+    int rank = z->gather_group.rank;
+    int64_t element = dtype_bytes(z->model->dtype);
+    s->shard_numel = l->shard_numel;
+    s->whole = l->whole;
+    s->update_first = l->update_first;
+    s->update_numel = l->update_numel;
+    s->dedicated = l->dedicated;
     s->grad_buffer = -1;
     s->gathered = event_create();
     s->released = event_create();
     s->reduced = event_create();
-    if (s->dedicated) s->param = zero_alloc(z, s->whole * element, zero_shards_params(z) ? &z->buffer_bytes : &z->param_bytes);
-    s->param_shard = zero_shards_params(z) ? zero_alloc(z, s->shard_numel * element, &z->param_bytes) : (char *)s->param + s->shard_numel * rank * element;
-    if (m->dtype == DTYPE_FP32) s->master = (float *)(zero_shards_params(z) ? s->param_shard : (char *)s->param + s->update_first * element);
-    else s->master = (float *)zero_alloc(z, s->update_numel * 4, &z->master_bytes);
-    for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)zero_alloc(z, s->update_numel * 4, &z->state_bytes);
-    if (!z->with_gradients) return;
-    if (zero_shards_grads(z)) s->grad_shard = (float *)zero_alloc(z, s->shard_numel * 4, &z->grad_bytes);
-    else {
-        s->grad = (float *)zero_alloc(z, s->whole * 4, &z->grad_bytes);
-        s->grad_shard = s->grad + s->shard_numel * rank;
-    }
+    s->param = zero_alloc(z, l->param_bytes, l->param_shard_bytes ? MEMORY_BUFFERS : MEMORY_WEIGHTS);
+    s->param_shard = l->param_shard_bytes ? zero_alloc(z, l->param_shard_bytes, MEMORY_WEIGHTS) : (char *)s->param + s->shard_numel * rank * element;
+    s->master = (float *)zero_alloc(z, l->master_bytes, MEMORY_MASTERS);
+    if (!s->master) s->master = (float *)(l->param_shard_bytes ? s->param_shard : (char *)s->param + s->update_first * element);
+    for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)zero_alloc(z, l->state_bytes, MEMORY_OPTIMIZER_STATES);
+    s->grad = (float *)zero_alloc(z, l->grad_bytes, l->grad_shard_bytes ? MEMORY_BUFFERS : MEMORY_GRADIENTS);
+    s->grad_shard = (float *)zero_alloc(z, l->grad_shard_bytes, MEMORY_GRADIENTS);
+    if (s->grad && !s->grad_shard) s->grad_shard = s->grad + s->shard_numel * rank;
 }
 
-// Shared buffers: as many whole blocks as the options allow, at least two, so that one can be filled while the other is read.
 static void zero_init_pools(Zero *z) {
-    const ParamTable *table = &z->model->table;
-    int64_t block = 0, largest = 0, all = 0;
-    int n_blocks = 0;
-    for (int u = 0; u < table->n_units; u++) {
-        all += z->unit[u].whole;
-        largest = max_i64(largest, z->unit[u].whole);
-        if (table->unit[u].kind != UNIT_BLOCK) continue;
-        n_blocks++;
-        block = max_i64(block, z->unit[u].whole);
+    const ZeroLayout *l = &z->layout;
+    z->bucket = (int *)host_alloc(sizeof(int) * (size_t)z->model->table.n_units);
+    z->bucket_limit = l->bucket_limit;
+    z->n_param_pool = l->n_param_pool;
+    z->param_pool = (ParamBuffer *)host_alloc(sizeof(ParamBuffer) * (size_t)z->n_param_pool);
+    for (int i = 0; i < z->n_param_pool; i++) {
+        z->param_pool[i].data = zero_alloc(z, l->param_buffer_bytes, MEMORY_BUFFERS);
+        z->param_pool[i].unit = -1;
     }
-    z->bucket = (int *)host_alloc(sizeof(int) * (size_t)table->n_units);
-    z->bucket_limit = min_i64(min_i64(z->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL), all);
-    if (zero_shards_params(z) && !z->unit[1].dedicated) { // blocks are alike: what holds for the first holds for all
-        z->n_param_pool = (int)min_i64(n_blocks, max_i64(2, z->opt.max_live_parameters / block));
-        z->param_pool = (ParamBuffer *)host_alloc(sizeof(ParamBuffer) * (size_t)z->n_param_pool);
-        for (int i = 0; i < z->n_param_pool; i++) {
-            z->param_pool[i].data = zero_alloc(z, block * dtype_bytes(z->model->dtype), &z->buffer_bytes);
-            z->param_pool[i].unit = -1;
-        }
-    }
-    if (!z->with_gradients || !zero_shards_grads(z)) return;
-    // A bucket of blocks that waits, and one more to write meanwhile.
-    z->n_grad_pool = (int)min_i64(n_blocks, max_i64(1, z->bucket_limit / block) + 1);
+    z->n_grad_pool = l->n_grad_pool;
     z->grad_pool = (GradBuffer *)host_alloc(sizeof(GradBuffer) * (size_t)z->n_grad_pool);
     for (int i = 0; i < z->n_grad_pool; i++) {
-        z->grad_pool[i].data = (float *)zero_alloc(z, block * 4, &z->buffer_bytes);
+        z->grad_pool[i].data = (float *)zero_alloc(z, l->grad_buffer_bytes, MEMORY_BUFFERS);
         z->grad_pool[i].reduced = event_create();
         event_record(z->grad_pool[i].reduced, z->reduce_stream);
     }
-    for (int u = 0; u < table->n_units; u++)
-        if (table->unit[u].kind != UNIT_BLOCK) z->unit[u].grad = (float *)zero_alloc(z, z->unit[u].whole * 4, &z->buffer_bytes);
-    z->reduce_scratch_numel = min_i64(z->bucket_limit + largest, all) / z->reduce_group.size;
-    z->reduce_scratch = (float *)zero_alloc(z, z->reduce_scratch_numel * 4, &z->buffer_bytes);
+    z->reduce_scratch = (float *)zero_alloc(z, l->reduce_scratch_numel * 4, MEMORY_BUFFERS);
 }
 
 // gather_group and reduce_group hold the same ranks. n_states: of the optimizer, 0 without gradients.
@@ -224,8 +306,8 @@ static void zero_init(Zero *z, const Model *m, ZeroOptions opt, Group gather_gro
     z->gather_stream = opt.overlap_comm ? stream_create_urgent() : m->stream;
     z->reduce_stream = opt.overlap_comm ? stream_create_urgent() : m->stream;
     z->computed = event_create();
-    z->n_states = with_gradients ? n_states : 0;
-    z->with_gradients = with_gradients;
+    z->layout = zero_layout(m, opt, gather_group.size, gather_group.rank, n_states, with_gradients);
+    z->n_states = z->layout.n_states;
     z->unit = (UnitState *)host_alloc(sizeof(UnitState) * (size_t)m->table.n_units);
     z->grad_written = (bool *)host_alloc(sizeof(bool) * (size_t)m->table.n_rows);
     for (int u = 0; u < m->table.n_units; u++) zero_init_unit(z, u);
@@ -266,6 +348,7 @@ static void zero_free(Zero *z) {
     free(z->bucket);
     free(z->unit);
     free(z->grad_written);
+    zero_layout_free(&z->layout);
 }
 
 // The units that the program will fetch, in this order and then over again. The list stays the caller's. Without a list
@@ -552,14 +635,11 @@ static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];
     CHECK(r->tied_to < 0, "row %s has no storage of its own", r->name);
-    const float *part = kind == STATE_MASTER ? s->master : kind == STATE_GRAD ? s->grad_shard : s->state[kind - STATE_OPTIMIZER_0], *whole = part;
+    const float *grad = zero_shards_updates(z) ? s->grad_shard : s->grad; // at stage 0 every rank has the whole sum
+    const float *part = kind == STATE_MASTER ? s->master : kind == STATE_GRAD ? grad : s->state[kind - STATE_OPTIMIZER_0], *whole = part;
     CHECK(part, "state %d is not there", (int)kind);
-    if (z->gather_group.size > 1 && (zero_shards_updates(z) || kind == STATE_GRAD)) {
-        if (!z->staging) {
-            int64_t largest = 0;
-            for (int u = 0; u < z->model->table.n_units; u++) largest = max_i64(largest, z->unit[u].whole);
-            z->staging = (float *)device_malloc(largest * 4);
-        }
+    if (z->gather_group.size > 1 && zero_shards_updates(z)) {
+        if (!z->staging) z->staging = (float *)zero_alloc(z, z->layout.staging_numel * 4, MEMORY_BUFFERS);
         event_record(z->computed, z->gather_stream);
         stream_wait_event(z->stream, z->computed); // the group's channel is free
         comm_all_gather(z->gather_group, z->staging, part, s->shard_numel, DTYPE_FP32, z->stream);

@@ -151,11 +151,11 @@ static void test_sharded_bytes(Test *t) {
         c->zero.stage = stage;
         free(parallel_run(c, test_grid(), stats, &n, NULL, &z));
         // Rounding to ROW_ALIGN elements a shard: at most 64 elements of 4 bytes a unit, 5 units.
-        double slack = 5 * 64 * 8 * (double)N, padded = (double)z.state_bytes / 8 * (stage >= 1 ? (double)N : 1);
+        double slack = 5 * 64 * 8 * (double)N, padded = (double)z.allocated.bytes[MEMORY_OPTIMIZER_STATES] / 8 * (stage >= 1 ? (double)N : 1);
         expect_true(t, padded >= (double)n, "states of %g elements for %" PRId64 " parameters", padded, n);
-        expect_near(t, "masters", (double)z.master_bytes, padded * 4 / (stage >= 1 ? (double)N : 1), slack);
-        expect_near(t, "gradients", (double)z.grad_bytes, padded * 4 / (stage >= 2 ? (double)N : 1), slack);
-        expect_near(t, "weights", (double)z.param_bytes, padded * 2 / (stage >= 3 ? (double)N : 1), slack);
+        expect_near(t, "masters", (double)z.allocated.bytes[MEMORY_MASTERS], padded * 4 / (stage >= 1 ? (double)N : 1), slack);
+        expect_near(t, "gradients", (double)z.allocated.bytes[MEMORY_GRADIENTS], padded * 4 / (stage >= 2 ? (double)N : 1), slack);
+        expect_near(t, "weights", (double)z.allocated.bytes[MEMORY_WEIGHTS], padded * 2 / (stage >= 3 ? (double)N : 1), slack);
     }
     free(c);
 }
