@@ -127,6 +127,7 @@ static void configurations_agree(const Config *cfg) {
 static void watch_begin(const Config *cfg, CommWorld world) {
     char folder[CONFIG_PATH_MAX + 16];
     snprintf(folder, sizeof folder, "%s/flight", cfg->run.output_dir);
+    comm_set_timeout((double)cfg->zero.timeout + 5); // the watch, which can say who is at fault, comes first
     WatchJob job;
     memset(&job, 0, sizeof job);
     job.rank = world.rank;

@@ -28,8 +28,13 @@ typedef enum { COMM_SUM, COMM_MAX, COMM_MIN } CommOp;
 CommWorld comm_start(void);
 void comm_finish(void); // the normal end, on all ranks
 
+// From now on the host waits at most so long for the other ranks in any one of these calls, and then ends with EXIT_PEER.
+// 1800 s before. What a GPU's stream waits for is not the host's: the watch (watch.h) looks after that.
+void comm_set_timeout(double seconds);
+
 // The ranks of `rank[0..n)` (of the world, ascending), of which this one is a member. All ranks of the world make the same
-// calls in the same order; a rank that is no member passes n = 0 and gets an empty group. Call after device_init.
+// calls in the same order; a rank that is no member passes n = 0 and gets an empty group. One call may make several groups
+// that have no rank in common. Call after device_init.
 Group comm_group_create(const int *rank, int n);
 void comm_group_free(Group *g);
 

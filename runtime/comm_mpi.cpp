@@ -37,6 +37,7 @@ enum { SMALL_ALL_REDUCE_BYTES = 256 << 10, CHANNELS_MAX = 64 };
 // Whatever MPI reports is the fault of a rank that is gone, or of the network between: there is nothing to repair here.
 #define MPI_TRY(call) mpi_try(call, #call)
 static CommWorld comm_world = {0, 1, 0, 1};
+static double timeout_s = 1800;
 
 static void mpi_try(int code, const char *call) {
     if (code == MPI_SUCCESS) return;
@@ -64,10 +65,10 @@ static bool mpi_runs;
 static int groups_made; // tells apart group creations that are under way at the same time on overlapping ranks
 
 // group: a number that the members alone give
-static void channel_open(Channel *c, MPI_Comm comm, int group) {
+static void channel_open(Channel *c, MPI_Comm comm, uint32_t group) {
     memset(c, 0, sizeof *c);
     c->comm = comm;
-    c->watch = watch_channel_open((uint32_t)group, NULL);
+    c->watch = watch_channel_open(group, NULL);
     MPI_TRY(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN));
     MPI_TRY(MPI_Comm_dup(comm, &c->second)); // the copy inherits the handler
 }
@@ -126,9 +127,11 @@ void comm_finish(void) {
     mpi_runs = false;
 }
 
+void comm_set_timeout(double seconds) { timeout_s = seconds; }
+
 Group comm_group_create(const int *rank, int n) {
     Group g = {n, 0, -1}; // a group of one needs no channel
-    const int tag = groups_made++ & 0x7fff;
+    const int tag = ++groups_made & 0x7fff;
     for (int i = 0; i < n; i++) {
         CHECK(rank[i] >= 0 && rank[i] < comm_world.world && (i == 0 || rank[i] > rank[i - 1]), "rank %d at place %d of a group", rank[i], i);
         if (rank[i] == comm_world.rank) g.rank = i;
@@ -145,7 +148,7 @@ Group comm_group_create(const int *rank, int n) {
     MPI_TRY(MPI_Comm_create_group(MPI_COMM_WORLD, members, tag, &comm));
     MPI_TRY(MPI_Group_free(&members));
     MPI_TRY(MPI_Group_free(&world));
-    channel_open(&channels[g.channel], comm, 2 + tag);
+    channel_open(&channels[g.channel], comm, (uint32_t)tag << 16 | (uint32_t)rank[0]); // one call may make several groups, with no rank in common
     return g;
 }
 
@@ -326,9 +329,14 @@ static void collectives_progress(void) {
 }
 
 static void collective_wait(Collective *c) {
+    const double start = clock_seconds();
     while (!c->arrived) {
         collectives_progress();
-        if (!c->arrived) sched_yield(); // ranks may outnumber cores
+        if (c->arrived) return;
+        if (clock_seconds() - start > timeout_s)
+            die(EXIT_PEER, "rank %d of %d: %s (place %d in a group of %d) did not end within %g s (zero_optimization.timeout): another rank hangs, or is "
+                "slower than that", comm_world.rank, comm_world.world, kind_name(c->kind), c->group.rank, c->group.size, timeout_s);
+        sched_yield(); // ranks may outnumber cores
     }
 }
 

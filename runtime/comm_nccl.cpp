@@ -207,6 +207,8 @@ void comm_finish(void) {
     star_close(&star);
 }
 
+void comm_set_timeout(double seconds) { star.call_seconds = seconds; }
+
 // ---------------------------------------------------------------------------------------------------------------
 // Groups
 

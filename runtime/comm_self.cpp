@@ -1,11 +1,18 @@
 // comm_self.cpp - comm.h for a single rank, when neither MPI nor NCCL is there: collectives are copies.
 #include "comm.h"
+#include "launch.h"
 
 CommWorld comm_start(void) {
+    Launch launch = launch_read();
+    message_rank = launch.rank;
+    if (launch.world > 1) // each would train alone, all into the same folders
+        die_alike(EXIT_CONFIG, "the launcher (%s) started %d ranks, but this binary was built without MPI or NCCL and runs one; install them "
+                  "(make install-deps) and build again, or start one process", launch.launcher, launch.world);
     CommWorld w = {0, 1, 0, 1};
     return w;
 }
 void comm_finish(void) {}
+void comm_set_timeout(double) {}
 
 Group comm_group_create(const int *rank, int n) {
     (void)rank;

@@ -98,6 +98,7 @@ typedef struct {
 // null when started and done are known to the host. Returns the channel, or -1 when none is free (then nobody watches it).
 int watch_channel_open(uint32_t group, const WatchCounter *counter);
 void watch_channel_close(int channel);
+uint32_t watch_channel_group(int channel); // 0: closed
 // The collective was handed over. Returns its number on the channel, from 1: the value for the stream to write.
 uint64_t watch_collective_enter(int channel, WatchOp op, int64_t bytes);
 // It is finished (without a counter).

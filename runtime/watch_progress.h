@@ -102,6 +102,8 @@ void watch_channel_close(int channel) {
     if (channel >= 0) STORE(w.channel[channel].open, 0);
 }
 
+uint32_t watch_channel_group(int channel) { return LOAD(w.channel[channel].open) ? w.channel[channel].group : 0; }
+
 uint64_t watch_collective_enter(int channel, WatchOp op, int64_t bytes) {
     if (channel < 0) return 0;
     Channel *ch = &w.channel[channel];

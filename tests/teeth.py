@@ -69,6 +69,8 @@ BUGS = [
      "a micro-batch overwrites the sum of the earlier ones"),
     ("optimizer.cu", "DTYPE_FP32, z->unit[u].shard_numel), u > 0", "DTYPE_FP32, z->unit[u].update_numel), u > 0", "parallel@2",
      "elements that every rank holds count twice in the norm"),
+    ("runtime/comm_mpi.cpp", "(uint32_t)tag << 16 | (uint32_t)rank[0]", "(uint32_t)tag << 16", "comm@4",
+     "groups of disjoint ranks have one number in the watch's records"),
     ("train_gpt.cu", "first = t->samples + (mb * D + t->grid.zero_rank) * B;", "first = t->samples + mb * D * B;", "parallel@2",
      "all ranks read the same samples"),
 ]

@@ -578,6 +578,34 @@ row_limits() {
     equal "files that others may read under umask 077" "$(find private -perm /077 | wc -l)" 0
 }
 
+# The wait for a rank that does not come has an end, without the watch's help.
+row_rank_that_does_not_come() {
+    local build began took
+    build=$(dirname -- "$binary")
+    if [ ! -e "$build/comm_mpi.o" ] || ! command -v mpirun >/dev/null; then skip "this build has no MPI"; return; fi
+    began=$(date +%s%N)
+    OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 timeout 60 mpirun -n 3 "$build/test_gpt" hang >out 2>err </dev/null
+    equal "exit code" $? 75
+    took=$((($(date +%s%N) - began) / 1000000))
+    expect "the end comes after $took ms, and not before its time" test "$took" -gt 1500 -a "$took" -lt 15000
+    says "all_reduce (place 0 in a group of 3) did not end within 1.5 s (zero_optimization.timeout)"
+}
+
+# Without MPI and NCCL ranks would train alone, all into the same folder.
+row_ranks_without_mpi() {
+    local build
+    build=$(dirname -- "$binary")
+    if [ ! -e "$build/comm_mpi.o" ] || [ -n "$sanitized" ]; then skip "this build has other objects"; return; fi
+    "${CXX:-g++}" -std=gnu++17 -fopenmp -fPIE -fno-exceptions -fno-rtti "$root/runtime/comm_self.cpp" "$build"/{train_gpt,device_cpu,watch,flight}.o \
+        "$build"/kernels_cpu_*.o -pthread -pie -lm -o alone >out 2>err
+    equal "exit code of the compiler" $? 0
+    binary=./alone run_expect 0 -c config.json run.output_dir=alone_dir
+    export RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2
+    binary=./alone refuses 2 -c config.json
+    unset RANK WORLD_SIZE LOCAL_WORLD_SIZE
+    says "started 2 ranks, but this binary was built without MPI or NCCL"
+}
+
 row_sizes_that_overflow() {
     refuses 2 -c config.json model.n_embd=1099511627776
     refuses 2 -c config.json train_batch_size=4611686018427387904

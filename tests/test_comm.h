@@ -6,6 +6,7 @@
 #pragma once
 #include "../kernels/kernels.h"
 #include "../runtime/comm.h"
+#include "../runtime/watch.h"
 #include "dies.h"
 #if defined(DEBUG) && !KERNELS_ON_GPU
 #include "../runtime/device_cpu.h"
@@ -251,6 +252,35 @@ static void test_groups(Test *t) {
     }
     test_groups_free(&all);
     for (int i = 0; i < all.n; i++) expect_equal_i64(t, "the size of a freed group", all.at[i].group.size, 0);
+}
+
+// One call may make several groups that have no rank in common. Each is a group of its own: other sums, and other numbers in
+// the watch's records, by which the hub decides who waits for whom.
+static void test_disjoint_groups(Test *t) {
+    const int world = test_world.world, half = (world + 1) / 2;
+    const bool low = test_world.rank < half;
+    int rank[COMM_RANKS_MAX], n = 0;
+    for (int r = low ? 0 : half; r < (low ? half : world); r++) rank[n++] = r;
+    Stream s = stream_create();
+    for (int round = 0; round < 3; round++) {
+        uint32_t before[WATCH_CHANNELS];
+        for (int c = 0; c < WATCH_CHANNELS; c++) before[c] = watch_channel_group(c);
+        Group g = comm_group_create(rank, n);
+        TestGroup mine = {"half of the world", n, {0}, g};
+        memcpy(mine.rank, rank, sizeof rank);
+        expect_equal_i64(t, "ranks of the half", g.size, n);
+        double least[2] = {1e18, 1e18}, most[2] = {-1e18, -1e18}; // of the numbers of each half's new group
+        for (int c = 0; c < WATCH_CHANNELS && n > 1; c++)
+            if (watch_channel_group(c) != before[c]) least[!low] = most[!low] = watch_channel_group(c);
+        comm_host_all_reduce(least, 2, COMM_MIN);
+        comm_host_all_reduce(most, 2, COMM_MAX);
+        for (int k = 0; k < 2; k++)
+            expect_true(t, (k ? world - half : half) <= 1 || least[k] == most[k], "the members of one group give it the numbers %g to %g", least[k], most[k]);
+        if (world - half > 1) expect_true(t, least[0] != least[1], "two groups have the number %g", least[0]);
+        for (int k = 0; k < COMM_SIZES; k++) try_all_reduce(t, &mine, comm_sizes[k], DTYPE_FP32, s);
+        comm_group_free(&g);
+    }
+    stream_destroy(s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -685,8 +715,29 @@ static void test_host(Test *t) {
                 "rank %d of %d, on this host %d of %d", rank, world, test_world.local_rank, test_world.local_world);
 }
 
+// ---------------------------------------------------------------------------------------------------------------
+// A rank that does not come. tests/test_cli.sh and tests/test_nccl.sh run this and look at the end.
+
+static void test_hang(Test *t) {
+    Group g = comm_world_group();
+    Stream s = stream_create();
+    CommBuffer x = comm_buffer(4, s);
+    comm_set_timeout(1.5);
+    if (test_world.rank == test_world.world - 1) sleep(20);
+    else {
+        double one = 1;
+        comm_all_reduce(g, x.at, 1, DTYPE_FP32, s);
+        if (!device_info().is_gpu) stream_sync(s); // a GPU's streams are the watch's affair
+        comm_host_all_reduce(&one, 1, COMM_SUM);
+    }
+    expect_true(t, false, "nobody noticed that a rank did not come");
+}
+
+static const TestRow hang_tests[] = {{"a rank that does not come", test_hang}, {NULL, NULL}};
+
 static const TestRow comm_tests[] = {
     {"groups", test_groups},
+    {"disjoint_groups", test_disjoint_groups},
     {"all_gather", test_all_gather},
     {"reduce_scatter", test_reduce_scatter},
     {"all_reduce", test_all_reduce},

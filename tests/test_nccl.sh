@@ -86,5 +86,7 @@ ends "an error in NCCL's threads, while the rank hangs" 75 6 "remote process exi
 ends "a rank that is gone, while the others hang" 75 2.5 "error: rank 1 (host " 3 FAKE_NCCL=lost FAKE_RANK=1 -- "$program"
 ends "a rank that is gone, with beats" 75 2.5 "rank 1" 3 WATCH=1 FAKE_NCCL=lost FAKE_RANK=1 -- "$program"
 
+ends "a rank that does not come" 75 10 "did not get through within 2 s" 3 HANG=1 -- "$program"
+
 echo "$passed passed, $failed failed, 0 skipped"
 [ "$failed" -eq 0 ]
