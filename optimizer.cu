@@ -4,15 +4,19 @@
 // kernel on a range of a unit's shard. ZeRO, checkpoints and tests loop over the row; adding an optimizer is a kernel,
 // a row and a test.
 //
-// One update (optimizer_step), with the gradients of S*loss in zero's shards, S the loss scale:
+// One update (optimizer_step), with the gradients of S*loss in zero's shards, S the loss scale. All of it is enqueued:
 //
 //     norm = |grads| / S, over all ranks, squares summed in double
-//     not finite: skip, or stop (see optimizer_judge); the schedule and the moments' step count do not move
-//     clip: factor = min(1, gradient_clipping / norm)
-//     every unit: weights and states from grad * factor / S
+//     update_control: not finite: skip; clip: factor = min(1, gradient_clipping / norm)
+//     every unit: weights and states from grad * factor / S, unless skipped
+//
+// The decision is made where the gradients are (UpdateControl). The host waits for it alone, never for the weights: while it
+// moves the counts, logs and enqueues the next forward, the kernels of the update still run. So nothing is decided a step
+// late: the host knows of a skip before it asks for the next loss scale or learning rate.
 //
 // Invariants:
-//  1. A skipped update changes no weight, no state, no count but Optimizer.skipped and the loss scaler.
+//  1. A skipped update changes no weight, no state, no count but Optimizer.skipped, the consecutive ones and the loss scaler;
+//     the schedule and the moments' step count do not move.
 //  2. The norm is the same whatever the sharding: squares are summed in double and rounded once.
 //  3. Weight decay applies to matrices only (ParamDesc.decay).
 // Read next: checkpoint.cu.
@@ -137,8 +141,9 @@ static void schedule_betas(const Config *cfg, int64_t u, double betas[2]) {
 
 // What a rule needs for one update, the same for all tensors.
 typedef struct {
-    double lr, betas[2], grad_scale;
+    double lr, betas[2];
     int64_t update; // applied updates before this one
+    const UpdateControl *control;
     const OptimizerConfig *cfg;
 } UpdateArgs;
 
@@ -166,19 +171,18 @@ static void update_adamw(const UpdateRange *r, const UpdateArgs *a, Stream s) {
     k.weight_decay = (float)r->weight_decay;
     k.bias_correction1 = correct ? (float)(1 - pow(a->betas[0], t)) : 1.0f;
     k.bias_correction2 = correct ? (float)(1 - pow(a->betas[1], t)) : 1.0f;
-    k.grad_scale = (float)a->grad_scale;
     k.decoupled_decay = a->cfg->adam_w_mode;
-    adamw_update(r->param, r->master, r->grad, r->state[0], r->state[1], k, s);
+    adamw_update(r->param, r->master, r->grad, r->state[0], r->state[1], k, a->control, s);
 }
 
 static void update_lion(const UpdateRange *r, const UpdateArgs *a, Stream s) {
-    LionArgs k = {(float)a->lr, (float)a->betas[0], (float)a->betas[1], (float)r->weight_decay, (float)a->grad_scale};
-    lion_update(r->param, r->master, r->grad, r->state[0], k, s);
+    LionArgs k = {(float)a->lr, (float)a->betas[0], (float)a->betas[1], (float)r->weight_decay};
+    lion_update(r->param, r->master, r->grad, r->state[0], k, a->control, s);
 }
 
 static void update_sgd(const UpdateRange *r, const UpdateArgs *a, Stream s) {
-    SgdArgs k = {(float)a->lr, (float)a->cfg->momentum, (float)a->cfg->dampening, (float)r->weight_decay, (float)a->grad_scale, a->cfg->nesterov, a->update == 0};
-    sgd_update(r->param, r->master, r->grad, r->state[0], k, s);
+    SgdArgs k = {(float)a->lr, (float)a->cfg->momentum, (float)a->cfg->dampening, (float)r->weight_decay, a->cfg->nesterov, a->update == 0};
+    sgd_update(r->param, r->master, r->grad, r->state[0], k, a->control, s);
 }
 
 // Indexed by OptimizerType.
@@ -206,6 +210,8 @@ typedef struct {
     int64_t consecutive_skipped;
     double *sums;                 // (SUM_COUNT) in the backend's memory; summed over the ranks once an update
     double *host_sums;            // (SUM_COUNT) pinned copy
+    UpdateControl *control, *host_control; // of the update in progress, in the backend's memory; its pinned copy
+    Event decided;                // both copies are there
 } Optimizer;
 
 // What the ranks add up together: one small message an update.
@@ -234,23 +240,32 @@ static void optimizer_init(Optimizer *o, const Config *cfg, Stream stream) {
     o->sums = (double *)device_malloc(SUM_COUNT * sizeof(double));
     device_memset(o->sums, 0, SUM_COUNT * sizeof(double), stream);
     o->host_sums = (double *)pinned_malloc(SUM_COUNT * sizeof(double));
+    o->control = (UpdateControl *)device_malloc(sizeof(UpdateControl));
+    o->host_control = (UpdateControl *)pinned_malloc(sizeof(UpdateControl));
+    o->decided = event_create();
 }
 
 static void optimizer_free(Optimizer *o) {
     device_free(o->sums);
     pinned_free(o->host_sums);
+    device_free(o->control);
+    pinned_free(o->host_control);
+    event_destroy(o->decided);
 }
 
-// Sums of the update over all ranks, into o->host_sums: each rank adds the squares of its own shards, its losses, its wishes.
-static void optimizer_sum(Optimizer *o, Zero *z, bool stop, bool save) {
+// Enqueues the sums of the update over all ranks (each adds the squares of its own shards, its losses, its wishes), what
+// follows from them, and copies of both for the host, which are there at o->decided.
+static void optimizer_decide(Optimizer *o, Zero *z, bool stop, bool save) {
     for (int u = 0; u < z->model->table.n_units; u++)
         sum_squares_to_double(&o->sums[SUM_SQUARES], tensor1(z->unit[u].grad_shard, DTYPE_FP32, z->unit[u].shard_numel), u > 0, z->stream);
     o->host_sums[SUM_STOP] = stop;
     o->host_sums[SUM_SAVE] = save;
     device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], 2 * sizeof(double), COPY_TO_DEVICE, z->stream);
     comm_all_reduce_double(z->reduce_group, o->sums, SUM_COUNT, COMM_SUM, z->stream);
+    update_control(o->control, &o->sums[SUM_SQUARES], &o->sums[SUM_LOSS], o->scaler.scale, o->cfg->gradient_clipping, z->stream);
     device_copy(o->host_sums, o->sums, SUM_COUNT * sizeof(double), COPY_TO_HOST, z->stream);
-    stream_sync(z->stream);
+    device_copy(o->host_control, o->control, sizeof(UpdateControl), COPY_TO_HOST, z->stream);
+    event_record(o->decided, z->stream);
 }
 
 // Name of the first tensor, in the order of the table, whose gradient is not finite; null if all are. Slow: for last words.
@@ -289,31 +304,8 @@ static void optimizer_judge(Optimizer *o, Zero *z, double loss, double norm, int
         die_alike(EXIT_NUMERICS, "step %" PRId64 ": 100 updates in a row had a gradient that is not finite: %s; lower the learning rate", step, where);
 }
 
-// Applies the gradients in zero's shards. n_tokens: tokens of the global batch, whose losses the ranks' o->sums[SUM_LOSS] hold.
-// stop, save: this rank was asked to.
-static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, int64_t step, bool stop, bool save) {
-    const Config *cfg = o->cfg;
-    OptimizerStats s;
-    memset(&s, 0, sizeof s);
-    optimizer_sum(o, z, stop, save);
-    s.loss_sum = o->host_sums[SUM_LOSS];
-    s.stop = o->host_sums[SUM_STOP] > 0;
-    s.save = o->host_sums[SUM_SAVE] > 0;
-    s.loss_scale = o->scaler.scale;
-    s.lr = schedule_lr(cfg, o->applied_updates);
-    s.grad_norm = (float)(sqrt(o->host_sums[SUM_SQUARES]) / s.loss_scale); // rounded once: see invariant 2
-    s.clip_factor = 1;
-    if (!isfinite(s.grad_norm) || !isfinite(s.loss_sum)) {
-        s.skipped = true;
-        o->skipped++;
-        o->consecutive_skipped++;
-        optimizer_judge(o, z, s.loss_sum / (double)n_tokens, s.grad_norm, step);
-        return s;
-    }
-    if (cfg->gradient_clipping > 0 && s.grad_norm > cfg->gradient_clipping) s.clip_factor = cfg->gradient_clipping / s.grad_norm;
-
-    UpdateArgs a = {s.lr, {0, 0}, s.clip_factor / s.loss_scale, o->applied_updates, &cfg->optimizer};
-    schedule_betas(cfg, o->applied_updates, a.betas);
+// Enqueues the kernels of an update.
+static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
     for (int u = 0; u < z->model->table.n_units; u++) {
         UnitState *unit = &z->unit[u];
         int64_t decays = z->model->table.unit[u].decay_numel, to_shard = unit->update_first - unit->shard_numel * z->gather_group.rank;
@@ -327,11 +319,39 @@ static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, in
             r.master = tensor1(unit->master + from, DTYPE_FP32, n);
             r.grad = tensor1(unit->grad_shard + to_shard + from, DTYPE_FP32, n);
             for (int i = 0; i < z->n_states; i++) r.state[i] = tensor1(unit->state[i] + from, DTYPE_FP32, n);
-            r.weight_decay = part == 0 ? cfg->optimizer.weight_decay : 0;
-            o->rule->update(&r, &a, z->stream);
+            r.weight_decay = part == 0 ? o->cfg->optimizer.weight_decay : 0;
+            o->rule->update(&r, a, z->stream);
         }
     }
     zero_weights_changed(z);
+}
+
+// Applies the gradients in zero's shards. n_tokens: tokens of the global batch, whose losses the ranks' o->sums[SUM_LOSS] hold.
+// stop, save: this rank was asked to.
+static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, int64_t step, bool stop, bool save) {
+    const Config *cfg = o->cfg;
+    UpdateArgs a = {schedule_lr(cfg, o->applied_updates), {0, 0}, o->applied_updates, o->control, &cfg->optimizer};
+    schedule_betas(cfg, o->applied_updates, a.betas);
+    optimizer_decide(o, z, stop, save);
+    optimizer_apply(o, z, &a);
+
+    event_sync(o->decided); // and the device still has the update to do
+    OptimizerStats s;
+    memset(&s, 0, sizeof s);
+    s.loss_sum = o->host_sums[SUM_LOSS];
+    s.stop = o->host_sums[SUM_STOP] > 0;
+    s.save = o->host_sums[SUM_SAVE] > 0;
+    s.loss_scale = o->scaler.scale;
+    s.lr = a.lr;
+    s.grad_norm = o->host_control->grad_norm;
+    s.clip_factor = o->host_control->clip_factor;
+    s.skipped = !o->host_control->apply;
+    if (s.skipped) {
+        o->skipped++;
+        o->consecutive_skipped++;
+        optimizer_judge(o, z, s.loss_sum / (double)n_tokens, s.grad_norm, step);
+        return s;
+    }
     loss_scaler_update(&o->scaler, false);
     o->applied_updates++;
     o->consecutive_skipped = 0;

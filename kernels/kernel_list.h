@@ -80,16 +80,22 @@ void add_inplace(Tensor y, Tensor x, Stream stream);
 // t[i] = value.
 void fill(Tensor t, float value, Stream stream);
 
+// Decides an update from its sums, in double: grad_norm = sqrt(sum_squares) / loss_scale, rounded to fp32; clip_factor =
+// gradient_clipping / grad_norm where gradient_clipping > 0 is passed, else 1; apply = both grad_norm and sum_loss are finite.
+// All pointers are to the backend's memory; loss_scale > 0.
+void update_control(UpdateControl *control, const double *sum_squares, const double *sum_loss, double loss_scale, double gradient_clipping, Stream stream);
+
 // Optimizers. master, grad and the states are f32 (n); param act (n) gets the rounded master. In fp32 training param and
-// master are the same memory. g = grad * args.grad_scale.
+// master are the same memory. g = grad * control->grad_scale; nothing is written where control->apply is 0. control is in
+// the backend's memory.
 
 // AdamW (Loshchilov and Hutter 2019): [decoupled: w -= lr*wd*w, else g += wd*w]; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
 // w -= lr * (m / bias_correction1) / (sqrt(v / bias_correction2) + eps).
-void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, Stream stream);
+void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, const UpdateControl *control, Stream stream);
 
 // Lion (Chen et al. 2023): w -= lr*wd*w; w -= lr * sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g.
-void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, Stream stream);
+void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, const UpdateControl *control, Stream stream);
 
 // SGD: g += wd*w; if momentum != 0: m = first_update ? g : momentum m + (1-dampening) g; g = nesterov ? g + momentum m : m;
 // w -= lr g. momentum_buffer is not given when momentum is 0.
-void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, Stream stream);
+void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, const UpdateControl *control, Stream stream);

@@ -11,19 +11,26 @@
 typedef struct {
     float lr, beta1, beta2, eps, weight_decay;
     float bias_correction1, bias_correction2; // 1 - beta^t, or 1 when bias correction is off
-    float grad_scale;                         // every gradient is multiplied by this first (1/loss_scale, clipping)
     bool decoupled_decay;                     // AdamW; false adds weight_decay * w to the gradient (L2 form)
 } AdamWArgs;
 
 typedef struct {
-    float lr, beta1, beta2, weight_decay, grad_scale;
+    float lr, beta1, beta2, weight_decay;
 } LionArgs;
 
 typedef struct {
-    float lr, momentum, dampening, weight_decay, grad_scale;
+    float lr, momentum, dampening, weight_decay;
     bool nesterov;
     bool first_update; // the momentum buffer is empty: it becomes the gradient itself
 } SgdArgs;
+
+// What update_control decides about one update. Optimizers read it in the backend's memory, so that nobody waits for the host.
+typedef struct {
+    double grad_norm;   // of the mean gradient, before clipping
+    double clip_factor; // in (0, 1]
+    float grad_scale;   // every gradient is multiplied by this first: clip_factor / loss_scale
+    int32_t apply;      // 0: the norm or the loss is not finite, and the update changes nothing
+} UpdateControl;
 
 namespace cpu {
 #include "kernel_list.h"

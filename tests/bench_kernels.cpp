@@ -18,6 +18,7 @@ typedef struct {
     Tensor param, master, grad, m, v;     // flat, as many as the model has
     int32_t *tokens;
     double *sum;
+    UpdateControl *control;
 } Bench;
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -77,6 +78,9 @@ static void bench_init(Bench *b, int64_t B, int64_t T) {
     b->m = random_tensor(b, DTYPE_FP32, 1, 1, parameters, 0, 0.001);
     b->v = random_tensor(b, DTYPE_FP32, 1, 1, parameters, 1, 0.001);
     b->sum = (double *)device_malloc(8);
+    static const UpdateControl control = {1, 1, 1, 1};
+    b->control = (UpdateControl *)device_malloc(sizeof control);
+    device_copy(b->control, &control, sizeof control, COPY_TO_DEVICE, b->stream);
     int32_t *tokens = (int32_t *)host_alloc((size_t)b->N * 4);
     for (int64_t i = 0; i < b->N; i++) tokens[i] = (int32_t)((double)b->V * pow(rng_uniform(1, 2, (uint64_t)i), 4)); // some are frequent, as in text
     b->tokens = (int32_t *)device_malloc(b->N * 4);
@@ -108,8 +112,8 @@ static void run_classifier(Bench *b) { classifier_forward_backward(b->logits, b-
 static void run_embedding_backward(Bench *b) { embedding_backward(b->dw, b->dwpe, b->tokens, b->narrow, true, false, b->stream); }
 static void run_sum_squares(Bench *b) { sum_squares_to_double(b->sum, b->grad, false, b->stream); }
 static void run_adamw(Bench *b) {
-    AdamWArgs args = {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, 0.5f, 1.0f, true};
-    adamw_update(b->param, b->master, b->grad, b->m, b->v, args, b->stream);
+    AdamWArgs args = {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, 0.5f, true};
+    adamw_update(b->param, b->master, b->grad, b->m, b->v, args, b->control, b->stream);
 }
 static void run_gelu_backward(Bench *b) { gelu_backward(b->wide, b->wide, b->gelu, b->stream); }
 static void run_bias_backward(Bench *b) { bias_backward(first(b->dvector, 4 * b->C), rows_of(b, b->wide, 4 * b->C), true, b->stream); }

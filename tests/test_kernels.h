@@ -844,8 +844,9 @@ static void reference_fill(KernelCase *c) {
 static void call_fill(KernelCase *c, bool backend, Stream stream) { KERNEL_CALL(fill, tensor_of(c, "out"), -1.7f, stream); }
 static const Kernel kernel_fill = {"fill", setup_fill, reference_fill, call_fill, flat_shapes};
 
-// Optimizers make OPTIMIZER_STEPS updates with one gradient, scaled differently each time.
-enum { OPTIMIZER_STEPS = 4 };
+// Optimizers make OPTIMIZER_STEPS updates with one gradient, scaled differently each time, and before each of them one that
+// is to be skipped and must change nothing.
+enum { OPTIMIZER_STEPS = 4, OPTIMIZER_SKIP = OPTIMIZER_STEPS };
 static float optimizer_grad_scale(int step) { return step == 2 ? -0.5f : 0.25f + 0.5f * (float)step; }
 
 static void setup_optimizer(KernelCase *c, int states) {
@@ -858,10 +859,16 @@ static void setup_optimizer(KernelCase *c, int states) {
         for (int64_t i = 0; i < v->n; i++) v->value[i] = fabs(v->value[i]);
     }
     if (c->act == DTYPE_FP32) alias_with(c, "param", "master");
+    Operand *control = operand_add(c, "control", ROLE_IN, OPERAND_DOUBLE, (OPTIMIZER_STEPS + 1) * sizeof(UpdateControl) / 8, 0, 0, 0, 0);
+    for (int step = 0; step <= OPTIMIZER_STEPS; step++) {
+        UpdateControl u = {1, 1, step == OPTIMIZER_SKIP ? NAN : optimizer_grad_scale(step), step != OPTIMIZER_SKIP};
+        memcpy((char *)control->value + (size_t)step * sizeof u, &u, sizeof u);
+    }
 }
+static const UpdateControl *control_of(KernelCase *c, int step) { return (const UpdateControl *)operand_find(c, "control")->memory + step; }
 
 static AdamWArgs adamw_args(const KernelCase *c, int step) {
-    AdamWArgs a = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1, optimizer_grad_scale(step), (c->s.flags & DECOUPLED) != 0};
+    AdamWArgs a = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1, (c->s.flags & DECOUPLED) != 0};
     if (!(c->s.flags & NO_CORRECTION)) {
         a.bias_correction1 = (float)(1 - pow(0.9, step + 1));
         a.bias_correction2 = (float)(1 - pow(0.95, step + 1));
@@ -875,7 +882,7 @@ static void reference_adamw(KernelCase *c) {
         const AdamWArgs a = adamw_args(c, step);
         const double lr = (double)a.lr, b1 = (double)a.beta1, b2 = (double)a.beta2, wd = (double)a.weight_decay;
         for (int64_t i = 0; i < c->s.C; i++) {
-            double g = value_of(c, "grad")[i] * (double)a.grad_scale;
+            double g = value_of(c, "grad")[i] * (double)optimizer_grad_scale(step);
             if (a.decoupled_decay) w[i] -= lr * wd * w[i];
             else g += wd * w[i];
             m[i] = b1 * m[i] + (1 - b1) * g;
@@ -886,18 +893,20 @@ static void reference_adamw(KernelCase *c) {
     for (int64_t i = 0; i < c->s.C; i++) want_of(c, "param")[i] = operand_round(c->act, w[i]);
 }
 static void call_adamw(KernelCase *c, bool backend, Stream stream) {
-    for (int step = 0; step < OPTIMIZER_STEPS; step++)
-        KERNEL_CALL(adamw_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), tensor_of(c, "v"), adamw_args(c, step), stream);
+    for (int k = 0; k < 2 * OPTIMIZER_STEPS; k++) {
+        const int step = k / 2;
+        KERNEL_CALL(adamw_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), tensor_of(c, "v"), adamw_args(c, step), control_of(c, k % 2 ? step : OPTIMIZER_SKIP), stream);
+    }
 }
 
-static LionArgs lion_args(int step) { return {0.01f, 0.9f, 0.99f, 0.1f, optimizer_grad_scale(step)}; }
+static const LionArgs lion_args = {0.01f, 0.9f, 0.99f, 0.1f};
 static void setup_lion(KernelCase *c) { setup_optimizer(c, 1); }
 static void reference_lion(KernelCase *c) {
     double *w = want_of(c, "master"), *m = want_of(c, "m");
     for (int step = 0; step < OPTIMIZER_STEPS; step++) {
-        const LionArgs a = lion_args(step);
+        const LionArgs a = lion_args;
         for (int64_t i = 0; i < c->s.C; i++) {
-            const double g = value_of(c, "grad")[i] * (double)a.grad_scale, direction = (double)a.beta1 * m[i] + (1 - (double)a.beta1) * g;
+            const double g = value_of(c, "grad")[i] * (double)optimizer_grad_scale(step), direction = (double)a.beta1 * m[i] + (1 - (double)a.beta1) * g;
             w[i] -= (double)a.lr * (double)a.weight_decay * w[i];
             w[i] -= (double)a.lr * (direction > 0 ? 1 : direction < 0 ? -1 : 0);
             m[i] = (double)a.beta2 * m[i] + (1 - (double)a.beta2) * g;
@@ -906,12 +915,14 @@ static void reference_lion(KernelCase *c) {
     for (int64_t i = 0; i < c->s.C; i++) want_of(c, "param")[i] = operand_round(c->act, w[i]);
 }
 static void call_lion(KernelCase *c, bool backend, Stream stream) {
-    for (int step = 0; step < OPTIMIZER_STEPS; step++)
-        KERNEL_CALL(lion_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), lion_args(step), stream);
+    for (int k = 0; k < 2 * OPTIMIZER_STEPS; k++) {
+        const int step = k / 2;
+        KERNEL_CALL(lion_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), lion_args, control_of(c, k % 2 ? step : OPTIMIZER_SKIP), stream);
+    }
 }
 
 static SgdArgs sgd_args(const KernelCase *c, int step) {
-    return {0.05f, c->s.flags & MOMENTUM ? 0.9f : 0.0f, c->s.flags & NESTEROV ? 0.0f : 0.2f, 0.1f, optimizer_grad_scale(step), (c->s.flags & NESTEROV) != 0, step == 0};
+    return {0.05f, c->s.flags & MOMENTUM ? 0.9f : 0.0f, c->s.flags & NESTEROV ? 0.0f : 0.2f, 0.1f, (c->s.flags & NESTEROV) != 0, step == 0};
 }
 static void setup_sgd(KernelCase *c) {
     setup_optimizer(c, c->s.flags & MOMENTUM ? 1 : 0);
@@ -922,7 +933,7 @@ static void reference_sgd(KernelCase *c) {
     for (int step = 0; step < OPTIMIZER_STEPS; step++) {
         const SgdArgs a = sgd_args(c, step);
         for (int64_t i = 0; i < c->s.C; i++) {
-            double g = value_of(c, "grad")[i] * (double)a.grad_scale + (double)a.weight_decay * w[i];
+            double g = value_of(c, "grad")[i] * (double)optimizer_grad_scale(step) + (double)a.weight_decay * w[i];
             if (m) {
                 m[i] = a.first_update ? g : (double)a.momentum * m[i] + (1 - (double)a.dampening) * g;
                 g = a.nesterov ? g + (double)a.momentum * m[i] : m[i];
@@ -933,8 +944,10 @@ static void reference_sgd(KernelCase *c) {
     for (int64_t i = 0; i < c->s.C; i++) want_of(c, "param")[i] = operand_round(c->act, w[i]);
 }
 static void call_sgd(KernelCase *c, bool backend, Stream stream) {
-    for (int step = 0; step < OPTIMIZER_STEPS; step++)
-        KERNEL_CALL(sgd_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), sgd_args(c, step), stream);
+    for (int k = 0; k < 2 * OPTIMIZER_STEPS; k++) {
+        const int step = k / 2;
+        KERNEL_CALL(sgd_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), sgd_args(c, step), control_of(c, k % 2 ? step : OPTIMIZER_SKIP), stream);
+    }
 }
 static const KernelShape optimizer_shapes[] = {
     {.B = 1, .C = 1},
@@ -1070,6 +1083,42 @@ static void test_sum_squares_special(Test *t) {
                 const bool right = kind == 0 ? isnan(sum) : kind < 3 ? isinf(sum) && sum > 0 : fabs(sum / 9e60 - 1) < 1e-6;
                 expect_true(t, right, "sum of squares with %g at %d is %g", (double)x[place[p]], place[p], sum);
             }
+}
+
+static void call_update_control_raw(RawOperand *op, bool backend, Stream s) {
+    const double *arg = (const double *)op[2].bytes; // loss scale, gradient clipping
+    const double *sum = (const double *)op[1].memory;
+    KERNEL_CALL(update_control, (UpdateControl *)op[0].memory, &sum[0], &sum[1], arg[0], arg[1], s);
+}
+// What an update is to do, by its sums: every bit as the formula in double says, and nothing to apply where a sum is not finite.
+static void test_update_control(Test *t) {
+    static const struct { double squares, loss, scale, clipping, norm, factor; bool apply; } rows[] = {
+        {9, 7, 1, 0, 3, 1, true},                                  // clipping off
+        {9, 7, 1, 3, 3, 1, true},                                  // at the limit
+        {9, 7, 1, 1, 3, 1.0 / 3, true},                            // beyond it
+        {9 * 0x1p32, 7, 0x1p16, 1, 3, 1.0 / 3, true},              // with a loss scale
+        {9 * 0x1p32, -7, 0x1p16, 4, 3, 1, true},
+        {0, 0, 1, 1, 0, 1, true},
+        {2, 1, 1, 1, (double)(float)sqrt(2.0), 1 / (double)(float)sqrt(2.0), true}, // the norm is rounded, then used
+        {INFINITY, 7, 1, 1, INFINITY, 1, false},
+        {NAN, 7, 1, 1, NAN, 1, false},
+        {1e80, 7, 1, 1, INFINITY, 1, false},                       // a norm beyond fp32
+        {1e80, 7, 0x1p100, 0, (double)(float)(1e40 / 0x1p100), 1, true},
+        {9, INFINITY, 1, 1, 3, 1, false},
+        {9, -INFINITY, 1, 0, 3, 1, false},
+        {9, NAN, 1, 1, 3, 1, false},
+    };
+    for (int backend = 0; backend < 2; backend++)
+        for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+            UpdateControl got = {};
+            double sums[2] = {rows[i].squares, rows[i].loss}, args[2] = {rows[i].scale, rows[i].clipping};
+            RawOperand op[3] = {{&got, NULL, sizeof got}, {sums, NULL, sizeof sums}, {args, NULL, sizeof args}};
+            raw_run(call_update_control_raw, op, 3, backend);
+            const float scale = (float)(rows[i].factor / rows[i].scale);
+            expect_true(t, got.grad_norm == rows[i].norm || (isnan(rows[i].norm) && isnan(got.grad_norm)), "row %d: norm %.17g, expected %.17g", (int)i, got.grad_norm, rows[i].norm);
+            expect_true(t, got.clip_factor == rows[i].factor && got.grad_scale == scale, "row %d: factor %.17g, scale %.9g, expected %.17g, %.9g", (int)i, got.clip_factor, (double)got.grad_scale, rows[i].factor, (double)scale);
+            expect_equal_i64(t, "apply", got.apply, rows[i].apply);
+        }
 }
 
 // x rounded to `bits` bits of mantissa, smallest exponent e_min, largest value max: computed in double with nearbyint.
@@ -1291,6 +1340,7 @@ static const TestRow kernel_tests[] = {
     KERNEL_TEST_ROWS(lion),
     KERNEL_TEST_ROWS(sgd),
     {"sum_squares_special", test_sum_squares_special},
+    {"update_control", test_update_control},
     {"convert_special", test_convert_special},
     {"classifier_special", test_classifier_special},
     {NULL, NULL},

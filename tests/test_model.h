@@ -102,6 +102,20 @@ static float *trainer_weights(Trainer *t, int64_t *n) {
     return all;
 }
 
+// All that an update changes: the masters, then each state of the optimizer.
+static float *trainer_states(Trainer *t, int64_t *n) {
+    const ParamTable *table = &t->model.table;
+    *n = table_param_count(table) * (1 + t->zero.n_states);
+    float *all = (float *)host_alloc((size_t)*n * 4), *at = all;
+    for (int kind = STATE_MASTER; kind < STATE_OPTIMIZER_0 + t->zero.n_states; kind++)
+        for (int i = 0; i < table->n_rows; i++) {
+            if (table->row[i].tied_to >= 0) continue;
+            zero_tensor_read(&t->zero, i, (StateKind)kind, at);
+            at += param_numel(&table->row[i]);
+        }
+    return all;
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // tables
 
@@ -685,7 +699,7 @@ static void test_overflow_skips(Test *t) {
     Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
     tiny_trainer(trainer, c);
     int64_t n;
-    float *before = trainer_weights(trainer, &n);
+    float *before = trainer_states(trainer, &n);
     double scale = 0x1p32;
     int skipped = 0;
     for (int k = 0; k < 30; k++) {
@@ -696,15 +710,15 @@ static void test_overflow_skips(Test *t) {
         if (!s.skipped) break;
         skipped++;
         if (skipped > 1) scale /= 2; // the first overflow is forgiven (hysteresis 2)
-        float *after = trainer_weights(trainer, &n);
-        expect_same_bytes(t, "weights after a skipped update", after, before, n * 4);
+        float *after = trainer_states(trainer, &n);
+        expect_same_bytes(t, "weights and states after a skipped update", after, before, n * 4);
         free(after);
         expect_equal_i64(t, "applied updates", trainer->opt.applied_updates, 0);
     }
     expect_true(t, skipped >= 2 && skipped < 29, "%d updates skipped", skipped);
     expect_equal_i64(t, "skipped updates counted", trainer->opt.skipped, skipped);
     float *after = trainer_weights(trainer, &n);
-    expect_true(t, memcmp(after, before, (size_t)n * 4) != 0, "weights never moved");
+    expect_true(t, memcmp(after, before, (size_t)n * 4) != 0, "weights never moved"); // they come first among the states
     free(after);
     free(before);
     trainer_free(trainer);
@@ -759,13 +773,13 @@ static void test_infinite_gradient(Test *t) {
         tiny_trainer(trainer, c);
         StepStats s = train_step(trainer);
         int64_t n;
-        float *before = trainer_weights(trainer, &n);
+        float *before = trainer_states(trainer, &n);
         float infinite = INFINITY;
         device_copy(trainer->zero.unit[1].grad_shard + 3, &infinite, 4, COPY_TO_DEVICE, trainer->stream);
         OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, s.step_tokens, 1, false, false);
         expect_true(t, o.skipped, "%s: an infinite gradient was applied", dtype_name((DType)dtype));
-        float *after = trainer_weights(trainer, &n);
-        expect_same_bytes(t, "weights", after, before, n * 4);
+        float *after = trainer_states(trainer, &n);
+        expect_same_bytes(t, "weights and states", after, before, n * 4);
         s = train_step(trainer);
         expect_true(t, !s.skipped && isfinite(s.grad_norm), "training does not go on");
         free(before);

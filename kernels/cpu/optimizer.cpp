@@ -1,12 +1,24 @@
-// optimizer.cpp - AdamW, Lion and SGD on flat fp32 buffers; the formulas are in kernel_list.h. Each update writes the rounded
-// master weights to param, unless the two are one buffer.
+// optimizer.cpp - whether and how much: update_control; then AdamW, Lion and SGD on flat fp32 buffers. The formulas are in
+// kernel_list.h. Each update writes the rounded master weights to param, unless the two are one buffer.
 #include "rows.h"
 
 namespace cpu {
 
 #define UPDATE_BLOCK 4096 // elements
 
-static int64_t check_update(const char *kernel, Tensor param, Tensor master, Tensor grad, Tensor state1, Tensor state2) {
+void update_control(UpdateControl *control, const double *sum_squares, const double *sum_loss, double loss_scale, double gradient_clipping, Stream stream) {
+    KERNEL_WRITES(stream, control);
+    KERNEL_READS(stream, sum_squares, sum_loss);
+    UpdateControl c = {};
+    c.grad_norm = (float)(sqrt(*sum_squares) / loss_scale);
+    c.apply = isfinite(c.grad_norm) && isfinite(*sum_loss);
+    c.clip_factor = c.apply && gradient_clipping > 0 && c.grad_norm > gradient_clipping ? gradient_clipping / c.grad_norm : 1;
+    c.grad_scale = (float)(c.clip_factor / loss_scale);
+    *control = c;
+}
+
+// Checks the arguments of an update; returns the elements that it is to change.
+static int64_t update_numel(const char *kernel, Tensor param, Tensor master, Tensor grad, Tensor state1, Tensor state2, const UpdateControl *control) {
     const int64_t n = tensor_numel(master);
     CHECK(tensor_numel(param) == n, "%s: param has %" PRId64 " elements, master %" PRId64, kernel, tensor_numel(param), n);
     CHECK(param.dtype != DTYPE_FP32 || param.data == master.data, "%s: fp32 param must be the master itself", kernel);
@@ -14,59 +26,59 @@ static int64_t check_update(const char *kernel, Tensor param, Tensor master, Ten
     check_f32(kernel, "grad", grad, 1, n);
     if (state1.data) check_f32(kernel, "first state", state1, 1, n);
     if (state2.data) check_f32(kernel, "second state", state2, 1, n);
-    return n;
+    return control->apply ? n : 0;
 }
 
-static void adamw_block(float *__restrict w, const float *__restrict grad, float *__restrict m, float *__restrict v, int64_t n, AdamWArgs a) {
+static void adamw_block(float *__restrict w, const float *__restrict grad, float *__restrict m, float *__restrict v, int64_t n, AdamWArgs a, float grad_scale) {
     const float decay = a.decoupled_decay ? a.lr * a.weight_decay : 0.0f, l2 = a.decoupled_decay ? 0.0f : a.weight_decay;
     for (int64_t i = 0; i < n; i++) {
-        const float g = grad[i] * a.grad_scale + l2 * w[i], decayed = w[i] - decay * w[i];
+        const float g = grad[i] * grad_scale + l2 * w[i], decayed = w[i] - decay * w[i];
         m[i] = a.beta1 * m[i] + (1.0f - a.beta1) * g;
         v[i] = a.beta2 * v[i] + (1.0f - a.beta2) * g * g;
         w[i] = decayed - a.lr * (m[i] / a.bias_correction1) / (sqrtf(v[i] / a.bias_correction2) + a.eps);
     }
 }
 
-void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, Stream stream) {
+void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, const UpdateControl *control, Stream stream) {
     KERNEL_WRITES(stream, param, master, m, v);
-    KERNEL_READS(stream, grad);
-    const int64_t n = check_update("adamw_update", param, master, grad, m, v);
+    KERNEL_READS(stream, grad, control);
+    const int64_t n = update_numel("adamw_update", param, master, grad, m, v, control);
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
         const int64_t k = min_i64(UPDATE_BLOCK, n - at);
         float *w = (float *)master.data + at;
-        adamw_block(w, (const float *)grad.data + at, (float *)m.data + at, (float *)v.data + at, k, args);
+        adamw_block(w, (const float *)grad.data + at, (float *)m.data + at, (float *)v.data + at, k, args, control->grad_scale);
         row_store(param, at, k, w);
     }
 }
 
-static void lion_block(float *__restrict w, const float *__restrict grad, float *__restrict m, int64_t n, LionArgs a) {
+static void lion_block(float *__restrict w, const float *__restrict grad, float *__restrict m, int64_t n, LionArgs a, float grad_scale) {
     for (int64_t i = 0; i < n; i++) {
-        const float g = grad[i] * a.grad_scale, direction = a.beta1 * m[i] + (1.0f - a.beta1) * g;
+        const float g = grad[i] * grad_scale, direction = a.beta1 * m[i] + (1.0f - a.beta1) * g;
         const float sign = (direction > 0.0f ? 1.0f : 0.0f) - (direction < 0.0f ? 1.0f : 0.0f);
         w[i] = w[i] - a.lr * a.weight_decay * w[i] - a.lr * sign;
         m[i] = a.beta2 * m[i] + (1.0f - a.beta2) * g;
     }
 }
 
-void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, Stream stream) {
+void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, const UpdateControl *control, Stream stream) {
     KERNEL_WRITES(stream, param, master, m);
-    KERNEL_READS(stream, grad);
-    const int64_t n = check_update("lion_update", param, master, grad, m, tensor_none());
+    KERNEL_READS(stream, grad, control);
+    const int64_t n = update_numel("lion_update", param, master, grad, m, tensor_none(), control);
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
         const int64_t k = min_i64(UPDATE_BLOCK, n - at);
         float *w = (float *)master.data + at;
-        lion_block(w, (const float *)grad.data + at, (float *)m.data + at, k, args);
+        lion_block(w, (const float *)grad.data + at, (float *)m.data + at, k, args, control->grad_scale);
         row_store(param, at, k, w);
     }
 }
 
-static void sgd_block(float *__restrict w, const float *__restrict grad, float *__restrict momentum, int64_t n, SgdArgs a) {
+static void sgd_block(float *__restrict w, const float *__restrict grad, float *__restrict momentum, int64_t n, SgdArgs a, float grad_scale) {
     // m = keep m + take g covers the first update as well, but a buffer that is still empty may hold NaN: hence the choice below
     const float keep = a.momentum, take = a.first_update ? 1.0f : 1.0f - a.dampening;
     for (int64_t i = 0; i < n; i++) {
-        float g = grad[i] * a.grad_scale + a.weight_decay * w[i];
+        float g = grad[i] * grad_scale + a.weight_decay * w[i];
         const float m = (a.first_update ? 0.0f : keep * momentum[i]) + take * g;
         momentum[i] = m;
         g = a.nesterov ? g + a.momentum * m : m;
@@ -74,21 +86,21 @@ static void sgd_block(float *__restrict w, const float *__restrict grad, float *
     }
 }
 
-static void sgd_block_plain(float *__restrict w, const float *__restrict grad, int64_t n, SgdArgs a) {
-    for (int64_t i = 0; i < n; i++) w[i] -= a.lr * (grad[i] * a.grad_scale + a.weight_decay * w[i]);
+static void sgd_block_plain(float *__restrict w, const float *__restrict grad, int64_t n, SgdArgs a, float grad_scale) {
+    for (int64_t i = 0; i < n; i++) w[i] -= a.lr * (grad[i] * grad_scale + a.weight_decay * w[i]);
 }
 
-void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, Stream stream) {
+void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, const UpdateControl *control, Stream stream) {
     KERNEL_WRITES(stream, param, master, momentum_buffer);
-    KERNEL_READS(stream, grad);
-    const int64_t n = check_update("sgd_update", param, master, grad, momentum_buffer, tensor_none());
+    KERNEL_READS(stream, grad, control);
+    const int64_t n = update_numel("sgd_update", param, master, grad, momentum_buffer, tensor_none(), control);
     CHECK((args.momentum != 0) == (momentum_buffer.data != NULL), "sgd_update: momentum %g, buffer %p", (double)args.momentum, momentum_buffer.data);
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
         const int64_t k = min_i64(UPDATE_BLOCK, n - at);
         float *w = (float *)master.data + at;
-        if (momentum_buffer.data) sgd_block(w, (const float *)grad.data + at, (float *)momentum_buffer.data + at, k, args);
-        else sgd_block_plain(w, (const float *)grad.data + at, k, args);
+        if (momentum_buffer.data) sgd_block(w, (const float *)grad.data + at, (float *)momentum_buffer.data + at, k, args, control->grad_scale);
+        else sgd_block_plain(w, (const float *)grad.data + at, k, args, control->grad_scale);
         row_store(param, at, k, w);
     }
 }

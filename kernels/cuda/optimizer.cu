@@ -1,10 +1,26 @@
-// optimizer.cu - AdamW, Lion and SGD over flat arrays: one read and one write of each state.
+// optimizer.cu - whether and how much: update_control; then AdamW, Lion and SGD over flat arrays: one read and one write of
+// each state.
 //
 // param and master may be the same memory (fp32 training), so neither is marked as unaliased; each thread writes the
 // same value to both.
 #include "common.cuh"
 
 enum { UPDATE_THREADS = 256 };
+
+// One thread: the ranks agree on the sums, so each decides alike. Division and root are those of IEEE 754, as on the host.
+__global__ void update_control_kernel(UpdateControl *control, const double *sum_squares, const double *sum_loss, double loss_scale, double gradient_clipping) {
+    UpdateControl c;
+    c.grad_norm = (float)(sqrt(*sum_squares) / loss_scale);
+    c.apply = isfinite(c.grad_norm) && isfinite(*sum_loss);
+    c.clip_factor = c.apply && gradient_clipping > 0 && c.grad_norm > gradient_clipping ? gradient_clipping / c.grad_norm : 1;
+    c.grad_scale = (float)(c.clip_factor / loss_scale);
+    *control = c;
+}
+
+void cuda::update_control(UpdateControl *control, const double *sum_squares, const double *sum_loss, double loss_scale, double gradient_clipping, Stream stream) {
+    update_control_kernel<<<1, 1, 0, (cudaStream_t)stream>>>(control, sum_squares, sum_loss, loss_scale, gradient_clipping);
+    launch_check();
+}
 
 // A step of each rule on one element; `w` is the fp32 master.
 struct AdamWRule {
@@ -62,13 +78,13 @@ struct SgdRule {
 };
 
 template <typename T, int W, typename Rule>
-__device__ static inline void update_elements(T *param, float *master, const float *grad, int64_t at, const Rule &rule) {
+__device__ static inline void update_elements(T *param, float *master, const float *grad, int64_t at, float grad_scale, const Rule &rule) {
     Vec<float, W> w = vec_load<W>(master + at), g = vec_load<W>(grad + at);
     typename Rule::template State<W> state = rule.template load<W>(at);
     Vec<T, W> p;
 #pragma unroll
     for (int i = 0; i < W; i++) {
-        w.v[i] = rule.template step<W>(state, i, w.v[i], g.v[i] * rule.a.grad_scale);
+        w.v[i] = rule.template step<W>(state, i, w.v[i], g.v[i] * grad_scale);
         p.set(i, w.v[i]);
     }
     rule.template store<W>(at, state);
@@ -77,15 +93,17 @@ __device__ static inline void update_elements(T *param, float *master, const flo
 }
 
 template <typename T, int W, typename Rule>
-__global__ void __launch_bounds__(UPDATE_THREADS) update_kernel(T *param, float *master, const float *grad, int64_t n, Rule rule) {
+__global__ void __launch_bounds__(UPDATE_THREADS) update_kernel(T *param, float *master, const float *grad, int64_t n, const UpdateControl *control, Rule rule) {
+    if (!control->apply) return;
+    const float grad_scale = control->grad_scale;
     int64_t at = ((int64_t)blockIdx.x * UPDATE_THREADS + threadIdx.x) * W;
-    if (at + W <= n) update_elements<T, W>(param, master, grad, at, rule);
-    else for (; at < n; at++) update_elements<T, 1>(param, master, grad, at, rule);
+    if (at + W <= n) update_elements<T, W>(param, master, grad, at, grad_scale, rule);
+    else for (; at < n; at++) update_elements<T, 1>(param, master, grad, at, grad_scale, rule);
 }
 
 // `aligned`: the states allow vectors.
 template <typename Rule>
-static void update_launch(const char *kernel, Tensor param, Tensor master, Tensor grad, bool aligned, Rule rule, Stream stream) {
+static void update_launch(const char *kernel, Tensor param, Tensor master, Tensor grad, bool aligned, Rule rule, const UpdateControl *control, Stream stream) {
     const int64_t n = tensor_numel(param);
     const cudaStream_t s = (cudaStream_t)stream;
     check_f32(kernel, "master", master, 1, n);
@@ -94,26 +112,26 @@ static void update_launch(const char *kernel, Tensor param, Tensor master, Tenso
     aligned = aligned && is_aligned(param.data, 16) && is_aligned(master.data, 16) && is_aligned(grad.data, 16);
     FLOATX_SWITCH(param.dtype, WIDTH_SWITCH(aligned, 4,
         update_kernel<floatX, W><<<grid_blocks(ceil_div(n, UPDATE_THREADS * W)), UPDATE_THREADS, 0, s>>>(
-            elements<floatX>(param), elements<float>(master), elements<const float>(grad), n, rule)));
+            elements<floatX>(param), elements<float>(master), elements<const float>(grad), n, control, rule)));
     launch_check();
 }
 
-void cuda::adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, Stream stream) {
+void cuda::adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, const UpdateControl *control, Stream stream) {
     check_f32("adamw_update", "m", m, 1, tensor_numel(param));
     check_f32("adamw_update", "v", v, 1, tensor_numel(param));
     AdamWRule rule = {args, elements<float>(m), elements<float>(v)};
-    update_launch("adamw_update", param, master, grad, is_aligned(m.data, 16) && is_aligned(v.data, 16), rule, stream);
+    update_launch("adamw_update", param, master, grad, is_aligned(m.data, 16) && is_aligned(v.data, 16), rule, control, stream);
 }
 
-void cuda::lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, Stream stream) {
+void cuda::lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, const UpdateControl *control, Stream stream) {
     check_f32("lion_update", "m", m, 1, tensor_numel(param));
     LionRule rule = {args, elements<float>(m)};
-    update_launch("lion_update", param, master, grad, is_aligned(m.data, 16), rule, stream);
+    update_launch("lion_update", param, master, grad, is_aligned(m.data, 16), rule, control, stream);
 }
 
-void cuda::sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, Stream stream) {
+void cuda::sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, const UpdateControl *control, Stream stream) {
     const bool has_momentum = args.momentum != 0.0f;
     if (has_momentum) check_f32("sgd_update", "momentum_buffer", momentum_buffer, 1, tensor_numel(param));
     SgdRule rule = {args, has_momentum ? elements<float>(momentum_buffer) : NULL};
-    update_launch("sgd_update", param, master, grad, !has_momentum || is_aligned(momentum_buffer.data, 16), rule, stream);
+    update_launch("sgd_update", param, master, grad, !has_momentum || is_aligned(momentum_buffer.data, 16), rule, control, stream);
 }
