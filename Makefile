@@ -96,7 +96,7 @@ ifeq ($(BACKEND),cuda)
   GENCODE := $(foreach a,$(CUDA_ARCHS),-gencode arch=compute_$(a)$(comma)code=sm_$(a)) \
     -gencode arch=compute_$(firstword $(CUDA_ARCHS))$(comma)code=compute_$(firstword $(CUDA_ARCHS))
   space := $(subst ,, )
-  COMPILE_CUDA = $(NVCC) -std=c++17 -O3 --threads 2 $(GENCODE) -DUSE_CUDA $(if $(WERROR),-Werror all-warnings) -lineinfo \
+  COMPILE_CUDA = $(NVCC) -std=c++17 -O3 --threads 2 $(GENCODE) -DUSE_CUDA $(if $(filter 90a,$(CUDA_ARCHS)),-DBUILD_SM_90A) $(if $(WERROR),-Werror all-warnings) -lineinfo \
     -Xcompiler $(subst $(space),$(comma),$(strip -g -fno-exceptions -Wall -Wextra -Wno-unused-function -Wno-missing-field-initializers $(HARDEN))) $(NVCCFLAGS)
   OBJS += $(patsubst kernels/cuda/%.cu,$(BUILD)/kernels_cuda_%.o,$(sort $(wildcard kernels/cuda/*.cu)))
 endif
