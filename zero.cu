@@ -37,7 +37,8 @@
 // furthest (Belady 1966), which keeps the last blocks of forward for the first of backward.
 //
 // Stages differ in the size of shards and in which buffers are shared, not in functions; with one rank every gather is
-// void. Gathers and reductions run on streams of their own, next to the computation; within an update the host never waits for them.
+// void. Gathers and reductions run on streams of their own, next to the computation. The host waits once an update, for the sums
+// that decide it (optimizer.cu).
 //
 // Invariants:
 //  1. A unit IN_USE is never evicted; uses nest (the head uses the embedding's table when they are tied).

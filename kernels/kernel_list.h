@@ -68,13 +68,13 @@ void classifier_forward_backward(Tensor logits, Tensor losses, const int32_t *ta
 // *out (+)= sum of x, in double, in a fixed order. x f32; out is one double in the backend's memory.
 void sum_to_double(double *out, Tensor x, bool accumulate, Stream stream);
 
-// *out (+)= sum of x^2, in double, in a fixed order. NaN and infinity propagate. x f32.
+// *out (+)= sum of x^2, in double, in a fixed order. NaN and infinity propagate. x f32 or bf16.
 void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream);
 
 // dst[i] = src[i], rounded to dst's dtype (nearest, ties to even). Any pair of dtypes; same number of elements.
 void convert(Tensor dst, Tensor src, Stream stream);
 
-// y[i] += x[i]. y, x f32.
+// y[i] += x[i], added in fp32 and rounded once. y, x f32 or bf16, each.
 void add_inplace(Tensor y, Tensor x, Stream stream);
 
 // t[i] = value.
@@ -85,9 +85,9 @@ void fill(Tensor t, float value, Stream stream);
 // All pointers are to the backend's memory; loss_scale > 0.
 void update_control(UpdateControl *control, const double *sum_squares, const double *sum_loss, double loss_scale, double gradient_clipping, Stream stream);
 
-// Optimizers. master, grad and the states are f32 (n); param act (n) gets the rounded master. In fp32 training param and
-// master are the same memory. g = grad * control->grad_scale; nothing is written where control->apply is 0. control is in
-// the backend's memory.
+// Optimizers. master and the states are f32 (n), grad f32 or bf16 (n); param act (n) gets the rounded master. In fp32
+// training param and master are the same memory. g = grad * control->grad_scale; nothing is written where control->apply
+// is 0. control is in the backend's memory.
 
 // AdamW (Loshchilov and Hutter 2019): [decoupled: w -= lr*wd*w, else g += wd*w]; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
 // w -= lr * (m / bias_correction1) / (sqrt(v / bias_correction2) + eps).

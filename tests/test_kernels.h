@@ -69,6 +69,7 @@ enum {
     OFFSET = 128,      // operands start one element after an aligned address, as shards may
     NO_WRITE = 256, DECOUPLED = 512, NO_CORRECTION = 1024, MOMENTUM = 2048, NESTEROV = 4096,
     CPU_ONLY = 8192,   // sizes that the GPU does not promise: channels, features and head sizes that 8 does not divide
+    BF16_GRAD = 16384, // a gradient that is accumulated in bf16
 };
 
 typedef struct {
@@ -782,9 +783,15 @@ static const Kernel kernel_classifier = {"classifier_forward_backward", setup_cl
 // ---------------------------------------------------------------------------------------------------------------
 // Flat buffers: sums, conversions, optimizers. n = C elements.
 
+static int grad_type(const KernelCase *c) { return c->s.flags & BF16_GRAD ? DTYPE_BF16 : DTYPE_FP32; }
+
 static void setup_sum(KernelCase *c) {
     operand_add(c, "out", c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT, OPERAND_DOUBLE, 1, 0, 0, 5, 1);
     operand_add(c, "x", ROLE_IN, DTYPE_FP32, c->s.C, 0, 0, 0.5, 1);
+}
+static void setup_sum_squares(KernelCase *c) {
+    operand_add(c, "out", c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT, OPERAND_DOUBLE, 1, 0, 0, 5, 1);
+    operand_add(c, "x", ROLE_IN, grad_type(c), c->s.C, 0, 0, 0.5, 1);
 }
 static void reference_sum_of(KernelCase *c, bool squares) {
     double *out = want_of(c, "out");
@@ -806,10 +813,12 @@ static const KernelShape flat_shapes[] = {
     {.B = 1, .C = 4096, .flags = ACCUMULATE | DECOUPLED},
     {.B = 1, .C = 100003, .flags = DECOUPLED},
     {.B = 1, .C = 16391, .flags = OFFSET},
+    {.B = 1, .C = 7, .flags = ACCUMULATE | OFFSET | BF16_GRAD},
+    {.B = 1, .C = 70001, .flags = BF16_GRAD},
     {0},
 };
 static const Kernel kernel_sum = {"sum_to_double", setup_sum, reference_sum, call_sum, flat_shapes};
-static const Kernel kernel_sum_squares = {"sum_squares_to_double", setup_sum, reference_sum_squares, call_sum_squares, flat_shapes};
+static const Kernel kernel_sum_squares = {"sum_squares_to_double", setup_sum_squares, reference_sum_squares, call_sum_squares, flat_shapes};
 
 // From the case's element type to all three.
 static void setup_convert(KernelCase *c) {
@@ -828,8 +837,8 @@ static void call_convert(KernelCase *c, bool backend, Stream stream) {
 static const Kernel kernel_convert = {"convert", setup_convert, reference_convert, call_convert, flat_shapes};
 
 static void setup_add_inplace(KernelCase *c) {
-    operand_add(c, "y", ROLE_INOUT, DTYPE_FP32, c->s.C, 0, 0, 0, 1);
-    operand_add(c, "x", ROLE_IN, DTYPE_FP32, c->s.C, 0, 0, 0, 1);
+    operand_add(c, "y", ROLE_INOUT, c->act == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_FP32, c->s.C, 0, 0, 0, 1);
+    operand_add(c, "x", ROLE_IN, grad_type(c), c->s.C, 0, 0, 0, 1);
 }
 static void reference_add_inplace(KernelCase *c) {
     for (int64_t i = 0; i < c->s.C; i++) want_of(c, "y")[i] = value_of(c, "y")[i] + value_of(c, "x")[i];
@@ -852,7 +861,7 @@ static float optimizer_grad_scale(int step) { return step == 2 ? -0.5f : 0.25f +
 static void setup_optimizer(KernelCase *c, int states) {
     operand_add(c, "master", ROLE_INOUT, DTYPE_FP32, c->s.C, 0, 0, 0, 1);
     operand_add(c, "param", ROLE_OUT, c->act, c->s.C, 0, 0, 0, 0);
-    operand_add(c, "grad", ROLE_IN, DTYPE_FP32, c->s.C, 0, 0, 0, 0.5);
+    operand_add(c, "grad", ROLE_IN, grad_type(c), c->s.C, 0, 0, 0, 0.5);
     if (states > 0) operand_add(c, "m", ROLE_INOUT, DTYPE_FP32, c->s.C, 0, 0, 0, 0.1);
     if (states > 1) {
         Operand *v = operand_add(c, "v", ROLE_INOUT, DTYPE_FP32, c->s.C, 0, 0, 0, 0.1);
@@ -955,6 +964,8 @@ static const KernelShape optimizer_shapes[] = {
     {.B = 1, .C = 4096, .flags = NO_CORRECTION | DECOUPLED | MOMENTUM | NESTEROV},
     {.B = 1, .C = 16391, .flags = OFFSET | MOMENTUM | NESTEROV},
     {.B = 1, .C = 50000, .flags = DECOUPLED},
+    {.B = 1, .C = 9, .flags = OFFSET | DECOUPLED | MOMENTUM | BF16_GRAD},
+    {.B = 1, .C = 40003, .flags = DECOUPLED | MOMENTUM | BF16_GRAD},
     {0},
 };
 static const Kernel kernel_adamw = {"adamw_update", setup_adamw, reference_adamw, call_adamw, optimizer_shapes};

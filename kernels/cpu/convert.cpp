@@ -22,11 +22,18 @@ void add_inplace(Tensor y, Tensor x, Stream stream) {
     KERNEL_WRITES(stream, y);
     KERNEL_READS(stream, x);
     const int64_t n = tensor_numel(x);
-    CHECK(tensor_numel(y) == n && y.dtype == DTYPE_FP32 && x.dtype == DTYPE_FP32, "add_inplace: %" PRId64 " elements to %" PRId64 ", or not fp32", n, tensor_numel(y));
-    float *to = (float *)y.data;
-    const float *from = (const float *)x.data;
-#pragma omp parallel for simd if (parallel : n > PARALLEL_MIN)
-    for (int64_t i = 0; i < n; i++) to[i] += from[i];
+    check_grad("add_inplace", "x", x, n);
+    check_grad("add_inplace", "y", y, n);
+#pragma omp parallel for if (n > PARALLEL_MIN)
+    for (int64_t at = 0; at < n; at += CONVERT_BLOCK) {
+        UNINITIALIZED float scratch[CONVERT_BLOCK], sums[CONVERT_BLOCK];
+        const int64_t m = min_i64(CONVERT_BLOCK, n - at);
+        const float *more = row_load(x, at, m, scratch), *old = row_load(y, at, m, sums);
+        float *sum = row_target(y, at, sums);
+#pragma omp simd
+        for (int64_t i = 0; i < m; i++) sum[i] = old[i] + more[i];
+        row_store(y, at, m, sum);
+    }
 }
 
 void fill(Tensor t, float value, Stream stream) {

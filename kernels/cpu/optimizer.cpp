@@ -1,4 +1,4 @@
-// optimizer.cpp - whether and how much: update_control; then AdamW, Lion and SGD on flat fp32 buffers. The formulas are in
+// optimizer.cpp - whether and how much: update_control; then AdamW, Lion and SGD on flat buffers. The formulas are in
 // kernel_list.h. Each update writes the rounded master weights to param, unless the two are one buffer.
 #include "rows.h"
 
@@ -23,7 +23,7 @@ static int64_t update_numel(const char *kernel, Tensor param, Tensor master, Ten
     CHECK(tensor_numel(param) == n, "%s: param has %" PRId64 " elements, master %" PRId64, kernel, tensor_numel(param), n);
     CHECK(param.dtype != DTYPE_FP32 || param.data == master.data, "%s: fp32 param must be the master itself", kernel);
     check_f32(kernel, "master", master, 1, n);
-    check_f32(kernel, "grad", grad, 1, n);
+    check_grad(kernel, "grad", grad, n);
     if (state1.data) check_f32(kernel, "first state", state1, 1, n);
     if (state2.data) check_f32(kernel, "second state", state2, 1, n);
     return control->apply ? n : 0;
@@ -46,8 +46,10 @@ void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, 
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
         const int64_t k = min_i64(UPDATE_BLOCK, n - at);
+        UNINITIALIZED float scratch[UPDATE_BLOCK];
+        const float *g = row_load(grad, at, k, scratch);
         float *w = (float *)master.data + at;
-        adamw_block(w, (const float *)grad.data + at, (float *)m.data + at, (float *)v.data + at, k, args, control->grad_scale);
+        adamw_block(w, g, (float *)m.data + at, (float *)v.data + at, k, args, control->grad_scale);
         row_store(param, at, k, w);
     }
 }
@@ -68,8 +70,10 @@ void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs ar
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
         const int64_t k = min_i64(UPDATE_BLOCK, n - at);
+        UNINITIALIZED float scratch[UPDATE_BLOCK];
+        const float *g = row_load(grad, at, k, scratch);
         float *w = (float *)master.data + at;
-        lion_block(w, (const float *)grad.data + at, (float *)m.data + at, k, args, control->grad_scale);
+        lion_block(w, g, (float *)m.data + at, k, args, control->grad_scale);
         row_store(param, at, k, w);
     }
 }
@@ -98,9 +102,11 @@ void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
         const int64_t k = min_i64(UPDATE_BLOCK, n - at);
+        UNINITIALIZED float scratch[UPDATE_BLOCK];
+        const float *g = row_load(grad, at, k, scratch);
         float *w = (float *)master.data + at;
-        if (momentum_buffer.data) sgd_block(w, (const float *)grad.data + at, (float *)momentum_buffer.data + at, k, args, control->grad_scale);
-        else sgd_block_plain(w, (const float *)grad.data + at, k, args, control->grad_scale);
+        if (momentum_buffer.data) sgd_block(w, g, (float *)momentum_buffer.data + at, k, args, control->grad_scale);
+        else sgd_block_plain(w, g, k, args, control->grad_scale);
         row_store(param, at, k, w);
     }
 }

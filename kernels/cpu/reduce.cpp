@@ -22,11 +22,13 @@ static double block_sum_squares(const float *x, int64_t n) {
 
 static void sum_blocks(double *out, Tensor x, bool accumulate, double (*block)(const float *, int64_t)) {
     const int64_t n = tensor_numel(x), blocks = ceil_div(n, SUM_BLOCK);
-    const float *data = (const float *)x.data;
-    CHECK(x.dtype == DTYPE_FP32, "sum of a tensor of %s, wanted fp32", dtype_name(x.dtype));
     double *partial = (double *)host_alloc((size_t)blocks * 8), sum = accumulate ? *out : 0.0;
 #pragma omp parallel for if (blocks > 1)
-    for (int64_t k = 0; k < blocks; k++) partial[k] = block(data + k * SUM_BLOCK, min_i64(SUM_BLOCK, n - k * SUM_BLOCK));
+    for (int64_t k = 0; k < blocks; k++) {
+        UNINITIALIZED float scratch[SUM_BLOCK];
+        const int64_t at = k * SUM_BLOCK, m = min_i64(SUM_BLOCK, n - at);
+        partial[k] = block(row_load(x, at, m, scratch), m);
+    }
     for (int64_t k = 0; k < blocks; k++) sum += partial[k];
     *out = sum;
     free(partial);
@@ -35,12 +37,14 @@ static void sum_blocks(double *out, Tensor x, bool accumulate, double (*block)(c
 void sum_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
     KERNEL_WRITES(stream, out);
     KERNEL_READS(stream, x);
+    check_f32("sum_to_double", "x", x, 1, tensor_numel(x));
     sum_blocks(out, x, accumulate, block_sum);
 }
 
 void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
     KERNEL_WRITES(stream, out);
     KERNEL_READS(stream, x);
+    check_grad("sum_squares_to_double", "x", x, tensor_numel(x));
     sum_blocks(out, x, accumulate, block_sum_squares);
 }
 

@@ -96,6 +96,11 @@ static inline void check_f32(const char *kernel, const char *name, Tensor t, int
     check_shape(kernel, name, t, rows, columns);
     check_dtype(kernel, name, t, DTYPE_FP32);
 }
+// fp32, or bf16 as data_types.grad_accum_dtype may say.
+static inline void check_grad(const char *kernel, const char *name, Tensor t, int64_t n) {
+    check_shape(kernel, name, t, 1, n);
+    CHECK(t.dtype == DTYPE_FP32 || t.dtype == DTYPE_BF16, "%s: %s is %s, wanted fp32 or bf16", kernel, name, dtype_name(t.dtype));
+}
 static inline void check_act(const char *kernel, const char *name, Tensor t, int64_t rows, int64_t columns, DType wanted) {
     check_shape(kernel, name, t, rows, columns);
     check_dtype(kernel, name, t, wanted);

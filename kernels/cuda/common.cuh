@@ -25,6 +25,15 @@ static inline void cuda_check(cudaError_t error, const char *file, int line) {
     default: CHECK(false, "dtype %d", (int)(dtype));                                                                   \
     }
 
+// Runs the statements with floatG standing for the element type of a gradient: fp32, or bf16 as
+// data_types.grad_accum_dtype may say.
+#define GRAD_SWITCH(dtype, ...)                                                                                        \
+    switch (dtype) {                                                                                                   \
+    case DTYPE_FP32: { using floatG = float; __VA_ARGS__; break; }                                                     \
+    case DTYPE_BF16: { using floatG = __nv_bfloat16; __VA_ARGS__; break; }                                             \
+    default: CHECK(false, "dtype %d of a gradient", (int)(dtype));                                                     \
+    }
+
 // Runs the statements with W, the elements that a thread moves at once: `full` where the data is aligned for it, else 1.
 #define WIDTH_SWITCH(aligned, full, ...)                                                                               \
     if (aligned) { constexpr int W = (full); __VA_ARGS__; }                                                            \

@@ -102,25 +102,32 @@ void cuda::convert(Tensor dst, Tensor src, Stream stream) {
     }
 }
 
-template <int W> __global__ void __launch_bounds__(ELEMENT_THREADS) add_inplace_kernel(float *y, const float *x, int64_t n) {
+template <typename Y, typename X, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) add_inplace_kernel(Y *y, const X *x, int64_t n) {
     int64_t at = element_index<W>();
     if (at + W <= n) {
-        Vec<float, W> sum = vec_load<W>(y + at), more = vec_load<W>(x + at);
+        Vec<Y, W> sum = vec_load<W>(y + at);
+        Vec<X, W> more = vec_load<W>(x + at);
 #pragma unroll
         for (int i = 0; i < W; i++) sum.set(i, sum.at(i) + more.at(i));
         vec_store<W>(y + at, sum);
     } else
-        for (int64_t i = at; i < n; i++) y[i] += x[i];
+        for (int64_t i = at; i < n; i++) y[i] = from_float<Y>(to_float(y[i]) + to_float(x[i]));
+}
+
+template <typename Y, typename X> static void add_inplace_launch(Tensor y, Tensor x, Stream stream) {
+    const int64_t n = tensor_numel(x);
+    const cudaStream_t s = (cudaStream_t)stream;
+    WIDTH_SWITCH(is_aligned(y.data, 16) && is_aligned(x.data, 16), 4,
+        add_inplace_kernel<Y, X, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>(elements<Y>(y), elements<const X>(x), n));
+    launch_check();
 }
 
 void cuda::add_inplace(Tensor y, Tensor x, Stream stream) {
-    const int64_t n = tensor_numel(x);
-    const cudaStream_t s = (cudaStream_t)stream;
-    CHECK(tensor_numel(y) == n && y.dtype == DTYPE_FP32 && x.dtype == DTYPE_FP32, "add_inplace: %" PRId64 " elements to %" PRId64 ", or not fp32", n, tensor_numel(y));
-    if (n == 0) return;
-    WIDTH_SWITCH(is_aligned(y.data, 16) && is_aligned(x.data, 16), 4,
-        add_inplace_kernel<W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>((float *)y.data, (const float *)x.data, n));
-    launch_check();
+    check_shape("add_inplace", "y", y, 1, tensor_numel(x));
+    if (tensor_numel(x) == 0) return;
+    if (y.dtype == DTYPE_FP32) GRAD_SWITCH(x.dtype, add_inplace_launch<float, floatG>(y, x, stream))
+    else if (y.dtype == DTYPE_BF16) GRAD_SWITCH(x.dtype, add_inplace_launch<__nv_bfloat16, floatG>(y, x, stream))
+    else CHECK(false, "add_inplace: y is %s, wanted fp32 or bf16", dtype_name(y.dtype));
 }
 
 template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) fill_kernel(T *out, float value, int64_t n) {

@@ -77,14 +77,15 @@ struct SgdRule {
     }
 };
 
-template <typename T, int W, typename Rule>
-__device__ static inline void update_elements(T *param, float *master, const float *grad, int64_t at, float grad_scale, const Rule &rule) {
-    Vec<float, W> w = vec_load<W>(master + at), g = vec_load<W>(grad + at);
+template <typename T, typename G, int W, typename Rule>
+__device__ static inline void update_elements(T *param, float *master, const G *grad, int64_t at, float grad_scale, const Rule &rule) {
+    Vec<float, W> w = vec_load<W>(master + at);
+    Vec<G, W> g = vec_load<W>(grad + at);
     typename Rule::template State<W> state = rule.template load<W>(at);
     Vec<T, W> p;
 #pragma unroll
     for (int i = 0; i < W; i++) {
-        w.v[i] = rule.template step<W>(state, i, w.v[i], g.v[i] * grad_scale);
+        w.v[i] = rule.template step<W>(state, i, w.v[i], g.at(i) * grad_scale);
         p.set(i, w.v[i]);
     }
     rule.template store<W>(at, state);
@@ -92,13 +93,13 @@ __device__ static inline void update_elements(T *param, float *master, const flo
     vec_store<W>(param + at, p);
 }
 
-template <typename T, int W, typename Rule>
-__global__ void __launch_bounds__(UPDATE_THREADS) update_kernel(T *param, float *master, const float *grad, int64_t n, const UpdateControl *control, Rule rule) {
+template <typename T, typename G, int W, typename Rule>
+__global__ void __launch_bounds__(UPDATE_THREADS) update_kernel(T *param, float *master, const G *grad, int64_t n, const UpdateControl *control, Rule rule) {
     if (!control->apply) return;
     const float grad_scale = control->grad_scale;
     int64_t at = ((int64_t)blockIdx.x * UPDATE_THREADS + threadIdx.x) * W;
-    if (at + W <= n) update_elements<T, W>(param, master, grad, at, grad_scale, rule);
-    else for (; at < n; at++) update_elements<T, 1>(param, master, grad, at, grad_scale, rule);
+    if (at + W <= n) update_elements<T, G, W>(param, master, grad, at, grad_scale, rule);
+    else for (; at < n; at++) update_elements<T, G, 1>(param, master, grad, at, grad_scale, rule);
 }
 
 // `aligned`: the states allow vectors.
@@ -107,12 +108,12 @@ static void update_launch(const char *kernel, Tensor param, Tensor master, Tenso
     const int64_t n = tensor_numel(param);
     const cudaStream_t s = (cudaStream_t)stream;
     check_f32(kernel, "master", master, 1, n);
-    check_f32(kernel, "grad", grad, 1, n);
+    check_shape(kernel, "grad", grad, 1, n);
     if (n == 0) return;
     aligned = aligned && is_aligned(param.data, 16) && is_aligned(master.data, 16) && is_aligned(grad.data, 16);
-    FLOATX_SWITCH(param.dtype, WIDTH_SWITCH(aligned, 4,
-        update_kernel<floatX, W><<<grid_blocks(ceil_div(n, UPDATE_THREADS * W)), UPDATE_THREADS, 0, s>>>(
-            elements<floatX>(param), elements<float>(master), elements<const float>(grad), n, control, rule)));
+    FLOATX_SWITCH(param.dtype, GRAD_SWITCH(grad.dtype, WIDTH_SWITCH(aligned, 4,
+        update_kernel<floatX, floatG, W><<<grid_blocks(ceil_div(n, UPDATE_THREADS * W)), UPDATE_THREADS, 0, s>>>(
+            elements<floatX>(param), elements<float>(master), elements<const floatG>(grad), n, control, rule))));
     launch_check();
 }
 

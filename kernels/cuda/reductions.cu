@@ -9,13 +9,13 @@
 
 enum { SUM_THREADS = 256, SUM_BLOCKS = 1024 };
 
-template <bool SQUARE>
-__global__ void __launch_bounds__(SUM_THREADS) sum_partial_kernel(double *partial, const float *x, int64_t n) {
+template <typename T, bool SQUARE>
+__global__ void __launch_bounds__(SUM_THREADS) sum_partial_kernel(double *partial, const T *x, int64_t n) {
     __shared__ double sums[SUM_THREADS];
     double sum = 0;
 #pragma unroll 4
     for (int64_t i = (int64_t)blockIdx.x * SUM_THREADS + threadIdx.x; i < n; i += (int64_t)gridDim.x * SUM_THREADS) {
-        double v = x[i];
+        double v = to_float(x[i]);
         sum += SQUARE ? v * v : v;
     }
     sums[threadIdx.x] = sum;
@@ -38,22 +38,28 @@ __global__ void __launch_bounds__(SUM_BLOCKS) sum_final_kernel(double *out, cons
     if (threadIdx.x == 0) *out = accumulate ? *out + sums[0] : sums[0];
 }
 
-template <bool SQUARE> static void sum_launch(double *out, Tensor x, bool accumulate, Stream stream) {
+template <typename T, bool SQUARE> static void sum_launch(double *out, Tensor x, bool accumulate, Stream stream) {
     const cudaStream_t s = (cudaStream_t)stream;
     const int64_t n = tensor_numel(x);
-    check_f32(SQUARE ? "sum_squares_to_double" : "sum_to_double", "x", x, 1, n);
     int blocks = (int)min_i64(SUM_BLOCKS, ceil_div(n, SUM_THREADS * 4)); // a function of n alone
     double *partial = (double *)scratch_get(SUM_BLOCKS * (int64_t)sizeof(double), stream);
     if (blocks > 0) {
-        sum_partial_kernel<SQUARE><<<blocks, SUM_THREADS, 0, s>>>(partial, elements<const float>(x), n);
+        sum_partial_kernel<T, SQUARE><<<blocks, SUM_THREADS, 0, s>>>(partial, elements<const T>(x), n);
         launch_check();
     }
     sum_final_kernel<<<1, SUM_BLOCKS, 0, s>>>(out, partial, blocks, accumulate);
     launch_check();
 }
 
-void cuda::sum_to_double(double *out, Tensor x, bool accumulate, Stream stream) { sum_launch<false>(out, x, accumulate, stream); }
-void cuda::sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream) { sum_launch<true>(out, x, accumulate, stream); }
+void cuda::sum_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
+    check_f32("sum_to_double", "x", x, 1, tensor_numel(x));
+    sum_launch<float, false>(out, x, accumulate, stream);
+}
+
+void cuda::sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
+    check_shape("sum_squares_to_double", "x", x, 1, tensor_numel(x));
+    GRAD_SWITCH(x.dtype, sum_launch<floatG, true>(out, x, accumulate, stream));
+}
 
 // ---------------------------------------------------------------------------------------------------------------
 // Sums over rows
