@@ -92,7 +92,8 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
         device_copy(a->tokens, text, a->T * 4, COPY_TO_DEVICE, t->stream);
         forward_chunk(t, 0, a);
         Acts head = acts_begin(&t->acts, a, t->model.table.n_units - 1);
-        device_copy(logits, (char *)head.act[ACT_LOGITS].data + (length - 1) * row_bytes, row_bytes, COPY_TO_HOST, t->stream);
+        int64_t row = tensor_rows(head.act[ACT_LOGITS]) - (a->T - (length - 1)); // they are of the last rows; at most 32 were added
+        device_copy(logits, (char *)head.act[ACT_LOGITS].data + row * row_bytes, row_bytes, COPY_TO_HOST, t->stream);
         stream_sync(t->stream);
         text[length] = sample_token(logits, t->model.dtype, t->model.V, rng_uniform(seed, text_hash("sample"), (uint64_t)k));
         tokenizer_decode_append(&t->tokenizer, text[length++], &shown);

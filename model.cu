@@ -257,7 +257,7 @@ static const ActDesc act_descs[ACT_COUNT] = {
     {"ln_f", UNIT_HEAD, ACT_SAVED, WIDTH_C, false},
     {"ln_f_mean", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true},
     {"ln_f_rstd", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true},
-    {"logits", UNIT_HEAD, ACT_SAVED, WIDTH_VP, false}, // forward leaves their gradient here
+    {"logits", UNIT_HEAD, ACT_SCRATCH, WIDTH_VP, false}, // of head_rows rows, then their gradient
     {"losses", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true},
     {"narrow", UNIT_BLOCK, ACT_SCRATCH, WIDTH_C, false},   // output of a projection, or a gradient of width C
     {"wide", UNIT_BLOCK, ACT_SCRATCH, WIDTH_WIDE, false},  // gradient of qkv, or of the MLP's inner layer
@@ -271,6 +271,7 @@ typedef struct {
     ModelConfig c;        // all sizes resolved
     DType dtype;          // of weights, activations and their gradients
     int64_t L, NH, C, F, V, Vp;
+    int64_t logits_bytes; // most memory for logits, see head_rows
     ParamTable table;
     Stream stream;        // where compute runs
 } Model;
@@ -285,9 +286,9 @@ typedef struct {
 } Grads;
 
 typedef enum {
-    FORWARD_TRAIN,  // losses, and the gradient of the logits in their place
+    FORWARD_TRAIN,  // backward follows, and computes the losses
     FORWARD_EVAL,   // losses only
-    FORWARD_LOGITS, // logits only: sampling
+    FORWARD_LOGITS, // logits only, of the last head_rows rows: sampling. They stay until another unit computes
 } ForwardMode;
 
 typedef struct {
@@ -301,7 +302,7 @@ typedef struct {
     Tensor act[ACT_COUNT];    // by ActRole
 } Acts;
 
-static void model_init(Model *m, const ModelConfig *c, DType dtype, Stream stream) {
+static void model_init(Model *m, const ModelConfig *c, DType dtype, int64_t logits_bytes, Stream stream) {
     memset(m, 0, sizeof *m);
     m->c = *c;
     m->arch = model_arch(c);
@@ -312,11 +313,20 @@ static void model_init(Model *m, const ModelConfig *c, DType dtype, Stream strea
     m->F = c->n_inner;
     m->V = c->vocab_size;
     m->Vp = vocab_padded(c->vocab_size);
+    m->logits_bytes = logits_bytes;
     m->stream = stream;
     model_build_table(&m->table, c);
 }
 
 static void model_free(Model *m) { table_free(&m->table); }
+
+// Rows of N whose logits exist at once: the largest power of two that fits logits_bytes, but at least a tile of the
+// matrix product.
+static int64_t head_rows(const Model *m, int64_t N) {
+    int64_t rows = 128;
+    while (2 * rows * m->Vp * dtype_bytes(m->dtype) <= m->logits_bytes) rows *= 2;
+    return min_i64(N, rows);
+}
 
 // The tensor of an activation at `data` for a micro-batch of (B,T).
 static Tensor act_tensor(const Model *m, ActRole role, int64_t B, int64_t T, void *data) {
@@ -327,7 +337,7 @@ static Tensor act_tensor(const Model *m, ActRole role, int64_t B, int64_t T, voi
     case WIDTH_3C: return tensor3(data, t, B, T, 3 * m->C);
     case WIDTH_F: return tensor3(data, t, B, T, m->F);
     case WIDTH_WIDE: return tensor3(data, t, B, T, max_i64(3 * m->C, m->F));
-    case WIDTH_VP: return tensor3(data, t, B, T, m->Vp);
+    case WIDTH_VP: return tensor2(data, t, head_rows(m, B * T), m->Vp);
     case WIDTH_NH: return tensor3(data, t, B, m->NH, T);
     }
     return tensor_none();
@@ -371,14 +381,40 @@ static void block_forward(const Model *m, const Weights *w, const Acts *a) {
     linear_forward(a->x_out, act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W], w->t[BLOCK_FCPROJ_B], act[ACT_RESIDUAL_2], tensor_none(), s);
 }
 
+// The head works through its N rows in pieces of head_rows, since the logits are by far the widest activation: at a
+// vocabulary of 50,304 those of one token take as much room as all that 4 blocks of GPT-2 124M keep of it. In training
+// all of it happens in backward, where the gradients that the losses lead to can be used up piece by piece: nothing is
+// computed twice, and no gradient of logits waits for its turn (Hsu et al. 2024, "Liger Kernel", fuse them likewise).
+
+// Rows [first, first + rows) of (N,C) or (N).
+static Tensor head_piece(Tensor t, int64_t first, int64_t rows) {
+    const int64_t columns = t.ndim == 1 ? 1 : tensor_columns(t);
+    char *data = (char *)t.data + first * columns * dtype_bytes(t.dtype);
+    return t.ndim == 1 ? tensor1(data, t.dtype, rows) : tensor2(data, t.dtype, rows, columns);
+}
+
+// The logits of a piece, in the first rows of ACT_LOGITS.
+static Tensor head_logits(const Model *m, const Weights *w, const Acts *a, int64_t first, int64_t rows) {
+    Tensor logits = head_piece(a->act[ACT_LOGITS], 0, rows);
+    linear_forward(logits, head_piece(a->act[ACT_LN_F], first, rows), w->t[HEAD_W], tensor_none(), tensor_none(), tensor_none(), m->stream);
+    return logits;
+}
+
+// The losses of a piece; returns its logits, in training turned into their gradient.
+static Tensor head_losses(const Model *m, const Weights *w, const Acts *a, int64_t first, int64_t rows) {
+    Tensor logits = head_logits(m, w, a, first, rows);
+    classifier_forward_backward(logits, head_piece(a->act[ACT_LOSSES], first, rows), a->targets + first, m->V, a->dloss, a->mode == FORWARD_TRAIN, m->stream);
+    return logits;
+}
+
 static void head_forward(const Model *m, const Weights *w, const Acts *a) {
     const Tensor *act = a->act;
-    Stream s = m->stream;
+    const int64_t N = tensor_rows(act[ACT_LN_F]), rows = tensor_rows(act[ACT_LOGITS]);
     layernorm_forward(act[ACT_LN_F], act[ACT_LN_F_MEAN], act[ACT_LN_F_RSTD], a->x_in, w->t[HEAD_LN_F_W], w->t[HEAD_LN_F_B],
-                      (float)m->c.layer_norm_epsilon, s);
-    linear_forward(act[ACT_LOGITS], act[ACT_LN_F], w->t[HEAD_W], tensor_none(), tensor_none(), tensor_none(), s);
-    if (a->mode != FORWARD_LOGITS)
-        classifier_forward_backward(act[ACT_LOGITS], act[ACT_LOSSES], a->targets, m->V, a->dloss, a->mode == FORWARD_TRAIN, s);
+                      (float)m->c.layer_norm_epsilon, m->stream);
+    if (a->mode == FORWARD_LOGITS) head_logits(m, w, a, N - rows, rows);
+    if (a->mode == FORWARD_EVAL)
+        for (int64_t first = 0; first < N; first += rows) head_losses(m, w, a, first, min_i64(rows, N - first));
 }
 
 static void unit_forward(const Model *m, int unit, const Weights *w, const Acts *a) {
@@ -417,8 +453,13 @@ static void block_backward(const Model *m, const Weights *w, const Grads *g, con
 
 static void head_backward(const Model *m, const Weights *w, const Grads *g, const Acts *a) {
     const Tensor *act = a->act;
-    linear_backward_input(act[ACT_NARROW], act[ACT_LOGITS], w->t[HEAD_W], tensor_none(), m->stream);
-    linear_backward_weight(g->t[HEAD_W], tensor_none(), act[ACT_LOGITS], act[ACT_LN_F], g->accumulate[HEAD_W], m->stream);
+    const int64_t N = tensor_rows(act[ACT_LN_F]), rows = tensor_rows(act[ACT_LOGITS]);
+    for (int64_t first = 0; first < N; first += rows) {
+        const int64_t n = min_i64(rows, N - first);
+        Tensor dlogits = head_losses(m, w, a, first, n);
+        linear_backward_input(head_piece(act[ACT_NARROW], first, n), dlogits, w->t[HEAD_W], tensor_none(), m->stream);
+        linear_backward_weight(g->t[HEAD_W], tensor_none(), dlogits, head_piece(act[ACT_LN_F], first, n), g->accumulate[HEAD_W] || first > 0, m->stream);
+    }
     layernorm_backward(a->dx, g->t[HEAD_LN_F_W], g->t[HEAD_LN_F_B], act[ACT_NARROW], a->x_in, w->t[HEAD_LN_F_W],
                        act[ACT_LN_F_MEAN], act[ACT_LN_F_RSTD], tensor_none(), g->accumulate[HEAD_LN_F_W], m->stream);
 }

@@ -44,8 +44,6 @@ static void forward_chunk(Trainer *t, int chunk, ActSlot *a) {
         Weights w = zero_fetch(&t->zero, u);
         Acts s = acts_begin(&t->acts, a, u);
         unit_forward(&t->model, u, &w, &s);
-        if (s.act[ACT_LOSSES].data && a->mode == FORWARD_TRAIN)
-            sum_to_double(&t->opt.sums[SUM_LOSS], s.act[ACT_LOSSES], true, t->stream);
         acts_end(&t->acts, a, u);
         zero_release(&t->zero, u);
     }
@@ -58,6 +56,7 @@ static void backward_chunk(Trainer *t, int chunk, ActSlot *a) {
         Grads g = zero_grad_begin(&t->zero, u);
         Acts s = acts_begin(&t->acts, a, u);
         unit_backward(&t->model, u, &w, &g, &s);
+        if (s.act[ACT_LOSSES].data) sum_to_double(&t->opt.sums[SUM_LOSS], s.act[ACT_LOSSES], true, t->stream);
         acts_end(&t->acts, a, u);
         zero_grad_end(&t->zero, u);
         zero_release(&t->zero, u);

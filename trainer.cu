@@ -276,7 +276,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     free(ranks);
     t->stream = stream_create();
     trainer_resolve_model(cfg);
-    model_init(&t->model, &cfg->model, cfg->dtype, t->stream);
+    model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, t->stream);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
     ZeroOptions options = {(int)cfg->zero.stage, cfg->zero.reduce_bucket_size, cfg->zero.prefetch_bucket_size, cfg->zero.max_live_parameters,
                            cfg->zero.max_reuse_distance, cfg->zero.param_persistence_threshold, cfg->zero.overlap_comm};
