@@ -97,6 +97,7 @@ typedef struct {
     int64_t timeout; // seconds
     bool reduce_scatter, overlap_comm, load_from_fp32_weights, gather_16bit_weights_on_model_save, prescale_gradients;
     double gradient_predivide_factor;
+    DType communication_data_type; // top-level key: in which gradients travel
     int64_t reduce_bucket_size, allgather_bucket_size, sub_group_size; // elements, as the next two lines
     int64_t prefetch_bucket_size, param_persistence_threshold, model_persistence_threshold;
     int64_t max_live_parameters, max_reuse_distance;

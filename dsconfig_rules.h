@@ -441,14 +441,17 @@ static void config_resolve_zero(ConfigReader *r) {
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "with a pipeline the gradients%s travel for each of the %" PRId64 " "
                        "micro-batches of an update; stage 1 moves them once", z->stage == 3 ? " and weights" : "",
                        c->batch.gradient_accumulation_steps);
-    static const struct { const char *key, *why; } inert[] = {
-        {ZERO_KEY("allgather_bucket_size"), "has no effect here: each unit is gathered as a whole, when it comes next"},
-        {ZERO_KEY("stage3_model_persistence_threshold"), "has no effect here: see stage3_param_persistence_threshold"},
-        {ZERO_KEY("load_from_fp32_weights"), "has no effect here: masters are always loaded from fp32"},
-    };
-    for (size_t i = 0; i < sizeof inert / sizeof *inert; i++)
-        if (config_given(c, inert[i].key)) config_say_key(r, CONFIG_INFO, inert[i].key, "%s", inert[i].why);
-    if (!z->reduce_scatter) config_say_key(r, CONFIG_INFO, ZERO_KEY("reduce_scatter"), "has no effect here: gradients are always reduced to their parts; the sums are the same");
+    bool sends = D > 1;
+    if ((z->stage == 0 || z->stage == 3) && config_given(c, ZERO_KEY("allgather_bucket_size")))
+        config_say_key(r, CONFIG_INFO, ZERO_KEY("allgather_bucket_size"), z->stage == 0 ? "has no effect at stage 0, which gathers nothing" : "has no effect at stage 3, where stage3_prefetch_bucket_size has its place");
+    if (!z->load_from_fp32_weights && c->dtype == DTYPE_FP32)
+        config_say_key(r, CONFIG_INFO, ZERO_KEY("load_from_fp32_weights"), "has no effect in fp32, where weights are their own masters");
+    if (!sends && config_given(c, "communication_data_type"))
+        config_say_key(r, CONFIG_NOTICE, "communication_data_type", "has no effect with one data-parallel rank");
+    else if (sends && c->dtype != DTYPE_FP32 && !config_given(c, "communication_data_type"))
+        config_say(r, CONFIG_INFO, 0, "", "", "communication_data_type is not given: fp32, so that all stages train alike (DeepSpeed takes %s)", dtype_name(c->dtype));
+    else if (sends && z->communication_data_type == DTYPE_FP16 && c->dtype != DTYPE_FP16)
+        config_say_key(r, CONFIG_NOTICE, "communication_data_type", "without a loss scale gradients below 6e-8 are lost on their way; bf16 keeps them");
     if (!c->run.deterministic) config_say_key(r, CONFIG_INFO, RUN_KEY("deterministic"), "has no effect here: equal runs always give equal bits");
     if (c->parallel.pipeline > 1 && z->overlap_comm && config_given(c, ZERO_KEY("overlap_comm")))
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("overlap_comm"), "has no effect with a pipeline");

@@ -178,6 +178,7 @@ static bool trainer_load(Trainer *t) {
         die_alike(EXIT_CONFIG, "scheduler.params.last_batch_iteration = %" PRId64 ": a checkpoint was loaded, and it knows where the schedule is; remove the key, or say run.resume=none", cfg->scheduler.last_batch_iteration);
     if (s.seed != (uint64_t)cfg->run.seed) note("train_gpt.run.seed = %" PRId64 ": the checkpoint was trained with seed %" PRIu64 "; the order of shuffled data changes from here on", cfg->run.seed, s.seed);
     if (cfg->model.init_from[0] && !trainer_only_reads(cfg)) note("train_gpt.model.init_from has no effect: the weights come from checkpoint %s", name);
+    if (!cfg->zero.load_from_fp32_weights) zero_masters_from_weights(&t->zero);
     t->step = s.step;
     t->tokens = s.tokens;
     t->samples = s.data_samples;

@@ -278,9 +278,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     trainer_resolve_model(cfg);
     model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, t->stream);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
-    ZeroOptions options = {(int)cfg->zero.stage, cfg->zero.reduce_bucket_size, cfg->zero.prefetch_bucket_size, cfg->zero.max_live_parameters,
-                           cfg->zero.max_reuse_distance, cfg->zero.param_persistence_threshold, cfg->zero.overlap_comm};
-    zero_init(&t->zero, &t->model, options, t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
+    zero_init(&t->zero, &t->model, zero_options(&cfg->zero), t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
     trainer_list_uses(t);
     ActLayout acts = {&t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward};
     acts_init(&t->acts, acts);

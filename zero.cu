@@ -78,6 +78,7 @@ typedef struct {
     float *state[ZERO_STATES_MAX]; // (update_numel) fp32
     float *grad;          // (whole) fp32; from stage 2 on only between grad_begin and the end of the reduction
     float *grad_shard;    // (shard_numel) fp32 inside `grad`, or from stage 2 on of its own
+    void *wire;           // (whole) communication_data_type: what travels while the unit is in the bucket; `grad` itself in fp32
     int grad_buffer;      // which one of grad_pool `grad` is, or -1
     bool shard_written;   // grad_shard holds the sum of some micro-batches of this update
     Event gathered;       // recorded on the gather stream
@@ -96,11 +97,31 @@ typedef struct {
     Event reduced;        // its last reduction is done: it may be written again
 } GradBuffer;
 
+// What zero.cu takes from the configuration; the keys' names, see --help-config.
 typedef struct {
     int stage;
-    int64_t reduce_bucket_size, prefetch_bucket_size, max_live_parameters, max_reuse_distance, param_persistence_threshold; // elements
-    bool overlap_comm;
+    int64_t reduce_bucket_size, allgather_bucket_size, prefetch_bucket_size, max_live_parameters, max_reuse_distance; // elements
+    int64_t param_persistence_threshold, model_persistence_threshold; // elements, the second over all ranks
+    bool overlap_comm, reduce_scatter;
+    DType communication_data_type; // in which gradients travel
 } ZeroOptions;
+
+static ZeroOptions zero_options(const ZeroConfig *c) {
+    ZeroOptions o;
+    memset(&o, 0, sizeof o);
+    o.stage = (int)c->stage;
+    o.reduce_bucket_size = c->reduce_bucket_size;
+    o.allgather_bucket_size = c->allgather_bucket_size;
+    o.prefetch_bucket_size = c->prefetch_bucket_size;
+    o.max_live_parameters = c->max_live_parameters;
+    o.max_reuse_distance = c->max_reuse_distance;
+    o.param_persistence_threshold = c->param_persistence_threshold;
+    o.model_persistence_threshold = c->model_persistence_threshold;
+    o.overlap_comm = c->overlap_comm;
+    o.reduce_scatter = c->reduce_scatter;
+    o.communication_data_type = c->communication_data_type;
+    return o;
+}
 
 // How a unit lies on one rank. The *_bytes are pieces of memory; 0: there is none, or it lies inside another.
 typedef struct {
@@ -125,7 +146,8 @@ typedef struct {
     int n_param_pool, n_grad_pool;
     int64_t param_buffer_bytes, grad_buffer_bytes; // of each buffer in the pools: any block fits
     int64_t bucket_limit;       // elements
-    int64_t reduce_scratch_numel, staging_numel;   // fp32
+    int64_t wire_bytes;         // a bucket in a communication_data_type of 16 bits
+    int64_t staging_numel;      // fp32
     MemoryUse bytes;            // all of it, by kind
 } ZeroLayout;
 
@@ -153,7 +175,7 @@ typedef struct {
     int n_bucket;
     int64_t bucket_numel, bucket_limit;
     float *staging;        // (whole of the largest unit) for tensors on their way in or out; made when first needed
-    float *reduce_scratch; // (ZeroLayout.reduce_scratch_numel) where later micro-batches are reduced to before they are added
+    char *wire;            // (ZeroLayout.wire_bytes) the gradients of a bucket, rounded for their way; null where they travel in fp32
     ZeroLayout layout;
     MemoryUse allocated;   // on this rank, so far
 } Zero;
@@ -166,21 +188,28 @@ static bool layout_shards_params(const ZeroLayout *l) { return l->opt.stage >= 3
 static bool layout_shards_grads(const ZeroLayout *l) { return l->opt.stage >= 2 && l->ranks > 1; }
 static bool layout_shards_updates(const ZeroLayout *l) { return l->opt.stage >= 1; }
 
+// What gradients travel in. A single rank sends nothing and rounds nothing.
+static DType layout_wire(const ZeroLayout *l) { return l->ranks > 1 ? l->opt.communication_data_type : DTYPE_FP32; }
+
 static bool zero_shards_params(const Zero *z) { return layout_shards_params(&z->layout); }
 static bool zero_shards_grads(const Zero *z) { return layout_shards_grads(&z->layout); }
 static bool zero_shards_updates(const Zero *z) { return layout_shards_updates(&z->layout); }
 
-static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit) {
+// `kept`: elements of the blocks before this one that stay whole.
+static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int64_t kept) {
     bool is_block = m->table.unit[unit].kind == UNIT_BLOCK;
-    int64_t element = dtype_bytes(m->dtype);
+    int64_t element = dtype_bytes(m->dtype), numel = m->table.unit[unit].numel;
     UnitLayout u;
     memset(&u, 0, sizeof u);
-    u.shard_numel = round_up(ceil_div(m->table.unit[unit].numel, l->ranks), ROW_ALIGN);
+    u.shard_numel = round_up(ceil_div(numel, l->ranks), ROW_ALIGN);
     u.whole = u.shard_numel * l->ranks;
     u.update_first = layout_shards_updates(l) ? u.shard_numel * l->rank : 0;
     u.update_numel = layout_shards_updates(l) ? u.shard_numel : u.whole;
-    // The embedding is needed at both ends of a micro-batch and, when tied, in the middle: it stays. So do small units.
-    u.dedicated = !layout_shards_params(l) || !is_block || u.whole < l->opt.param_persistence_threshold;
+    // The embedding is needed at both ends of a micro-batch and, when tied, in the middle: it stays. So do small blocks, as many
+    // as model_persistence_threshold has room for. DeepSpeed's unit is a tensor, so that there small tensors stay and spare
+    // gathers of their own; here they travel with their block, and would spare one part in C of the traffic.
+    bool small = numel < l->opt.param_persistence_threshold && kept + numel <= l->opt.model_persistence_threshold / l->ranks;
+    u.dedicated = !layout_shards_params(l) || !is_block || small;
     u.param_bytes = u.dedicated ? u.whole * element : 0;
     u.param_shard_bytes = layout_shards_params(l) ? u.shard_numel * element : 0;
     u.master_bytes = m->dtype == DTYPE_FP32 ? 0 : u.update_numel * 4; // fp32 weights are their own masters
@@ -193,24 +222,25 @@ static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit) {
 // Shared buffers: as many whole blocks as the options allow, at least two, so that one can be filled while the other is read.
 static void layout_pools(ZeroLayout *l, const Model *m) {
     int64_t block = 0, largest = 0, all = 0;
-    int n_blocks = 0;
+    int n_blocks = 0, n_turns = 0; // blocks, and those whose weights take turns
     for (int u = 0; u < m->table.n_units; u++) {
         all += l->unit[u].whole;
         largest = max_i64(largest, l->unit[u].whole);
         if (m->table.unit[u].kind != UNIT_BLOCK) continue;
         n_blocks++;
+        n_turns += !l->unit[u].dedicated;
         block = max_i64(block, l->unit[u].whole);
     }
     l->param_buffer_bytes = block * dtype_bytes(m->dtype);
     l->grad_buffer_bytes = block * 4;
     l->bucket_limit = min_i64(min_i64(l->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL), all);
-    if (!l->unit[1].dedicated) // blocks are alike: what holds for the first holds for all
-        l->n_param_pool = (int)min_i64(n_blocks, max_i64(2, l->opt.max_live_parameters / block));
+    l->n_param_pool = (int)min_i64(n_turns, max_i64(2, l->opt.max_live_parameters / block));
     if (layout_shards_updates(l) && l->ranks > 1) l->staging_numel = largest;
-    if (!l->with_gradients || !layout_shards_grads(l)) return;
+    if (!l->with_gradients) return;
+    if (layout_wire(l) != DTYPE_FP32) l->wire_bytes = max_i64(l->bucket_limit, largest) * dtype_bytes(layout_wire(l));
+    if (!layout_shards_grads(l)) return;
     // A bucket of blocks that waits, and one more to write meanwhile.
     l->n_grad_pool = (int)min_i64(n_blocks, max_i64(1, l->bucket_limit / block) + 1);
-    l->reduce_scratch_numel = min_i64(l->bucket_limit + largest, all) / l->ranks;
 }
 
 // The layout of rank `rank` of the `ranks` that share the weights; with_gradients: to train. To be freed by zero_layout_free.
@@ -223,7 +253,11 @@ static ZeroLayout zero_layout(const Model *m, ZeroOptions opt, int ranks, int ra
     l.with_gradients = with_gradients;
     l.n_states = with_gradients ? n_states : 0;
     l.unit = (UnitLayout *)host_alloc(sizeof(UnitLayout) * (size_t)m->table.n_units);
-    for (int u = 0; u < m->table.n_units; u++) l.unit[u] = layout_unit(&l, m, u);
+    int64_t kept = 0;
+    for (int u = 0; u < m->table.n_units; u++) {
+        l.unit[u] = layout_unit(&l, m, u, kept);
+        if (l.unit[u].dedicated && m->table.unit[u].kind == UNIT_BLOCK) kept += m->table.unit[u].numel;
+    }
     layout_pools(&l, m);
     int64_t *bytes = l.bytes.bytes;
     for (int i = 0; i < m->table.n_units; i++) {
@@ -234,7 +268,7 @@ static ZeroLayout zero_layout(const Model *m, ZeroOptions opt, int ranks, int ra
         bytes[MEMORY_GRADIENTS] += u->grad_shard_bytes ? u->grad_shard_bytes : u->grad_bytes;
         bytes[MEMORY_BUFFERS] += (u->param_shard_bytes ? u->param_bytes : 0) + (u->grad_shard_bytes ? u->grad_bytes : 0);
     }
-    bytes[MEMORY_BUFFERS] += l.n_param_pool * l.param_buffer_bytes + l.n_grad_pool * l.grad_buffer_bytes + (l.reduce_scratch_numel + l.staging_numel) * 4;
+    bytes[MEMORY_BUFFERS] += l.n_param_pool * l.param_buffer_bytes + l.n_grad_pool * l.grad_buffer_bytes + l.wire_bytes + l.staging_numel * 4;
     return l;
 }
 
@@ -290,7 +324,7 @@ static void zero_init_pools(Zero *z) {
         z->grad_pool[i].reduced = event_create();
         event_record(z->grad_pool[i].reduced, z->reduce_stream);
     }
-    z->reduce_scratch = (float *)zero_alloc(z, l->reduce_scratch_numel * 4, MEMORY_BUFFERS);
+    z->wire = (char *)zero_alloc(z, l->wire_bytes, MEMORY_BUFFERS);
 }
 
 // gather_group and reduce_group hold the same ranks. n_states: of the optimizer, 0 without gradients.
@@ -337,7 +371,7 @@ static void zero_free(Zero *z) {
         device_free(z->grad_pool[i].data);
         event_destroy(z->grad_pool[i].reduced);
     }
-    device_free(z->reduce_scratch);
+    device_free(z->wire);
     device_free(z->staging);
     if (z->opt.overlap_comm) {
         stream_destroy(z->gather_stream);
@@ -423,12 +457,12 @@ static bool gather_start(Zero *z, int unit, int64_t distance) {
 
 static bool zero_is_current(const Zero *z, int unit) { return z->unit[unit].status != UNIT_SHARDED && z->unit[unit].version == z->version; }
 
-// Starts the gathers that come next: those of the units that begin within prefetch_bucket_size elements of the cursor,
-// stopping at the first that has no buffer, so that a nearer unit never waits behind a further one. It does not look past
-// the end of the list: what comes after is another update, and its weights are not written yet.
+// Starts the gathers that come next: those of the units that begin within so many elements of the cursor, stopping at the
+// first that has no buffer, so that a nearer unit never waits behind a further one. It does not look past the end of the
+// list: what comes after is another update, and its weights are not written yet.
 static void zero_prefetch(Zero *z) {
-    int64_t ahead = 0;
-    for (int i = 0; z->cursor + i < z->n_uses && ahead < z->opt.prefetch_bucket_size; i++) {
+    int64_t ahead = 0, limit = zero_shards_params(z) ? z->opt.prefetch_bucket_size : z->opt.allgather_bucket_size;
+    for (int i = 0; z->cursor + i < z->n_uses && ahead < limit; i++) {
         int u = z->use_list[z->cursor + i];
         ahead += z->unit[u].whole;
         if (!zero_is_current(z, u) && !gather_start(z, u, zero_reuse_distance(z, u))) return;
@@ -553,42 +587,61 @@ static Grads zero_grad_begin(Zero *z, int unit) {
     return g;
 }
 
-// Reduces the units of the bucket to their shards, on the reduce stream.
+// Where this rank's part of the sum arrives: in its shard if nothing has to be done with it on the way, else in the part of
+// what travels that belongs to this rank.
+static void *zero_sum_place(const Zero *z, const UnitState *s) {
+    DType wire = layout_wire(&z->layout);
+    bool add = zero_shards_grads(z) && s->shard_written;
+    if (z->opt.reduce_scatter && wire == DTYPE_FP32 && !add) return s->grad_shard;
+    return (char *)s->wire + s->shard_numel * z->reduce_group.rank * dtype_bytes(wire);
+}
+
+// The sum has arrived: into the shard with it, and the unit's gradient may be written again.
+static void zero_take_sum(Zero *z, UnitState *s) {
+    DType wire = layout_wire(&z->layout);
+    Tensor sum = tensor1(zero_sum_place(z, s), wire, s->shard_numel), shard = tensor1(s->grad_shard, DTYPE_FP32, s->shard_numel);
+    if (z->opt.stage == 0) { // the shard is the whole
+        if (wire != DTYPE_FP32) convert(tensor1(s->grad, DTYPE_FP32, s->whole), tensor1(s->wire, wire, s->whole), z->reduce_stream);
+    } else if (zero_shards_grads(z) && s->shard_written) add_inplace(shard, sum, z->reduce_stream);
+    else if (sum.data != shard.data) convert(shard, sum, z->reduce_stream);
+    s->shard_written = true;
+    event_record(s->reduced, z->reduce_stream);
+    if (s->grad_buffer < 0) return;
+    event_record(z->grad_pool[s->grad_buffer].reduced, z->reduce_stream);
+    s->grad_buffer = -1;
+    s->grad = NULL;
+}
+
+// Sums the gradients of the bucket over the ranks and puts the sums into their shards, on the reduce stream.
 static void zero_reduce_bucket(Zero *z) {
     if (z->n_bucket == 0) return;
+    DType wire = layout_wire(&z->layout);
+    char *at = z->wire;
     event_record(z->computed, z->stream);
     stream_wait_event(z->reduce_stream, z->computed); // the gradients are written
-    float *scratch = z->reduce_scratch;
+    for (int i = 0; i < z->n_bucket; i++) {
+        UnitState *s = &z->unit[z->bucket[i]];
+        s->wire = wire == DTYPE_FP32 ? (void *)s->grad : at;
+        if (wire == DTYPE_FP32) continue;
+        convert(tensor1(s->wire, wire, s->whole), tensor1(s->grad, DTYPE_FP32, s->whole), z->reduce_stream);
+        at += s->whole * dtype_bytes(wire);
+    }
     comm_batch_begin();
     for (int i = 0; i < z->n_bucket; i++) {
         UnitState *s = &z->unit[z->bucket[i]];
-        bool add = zero_shards_grads(z) && s->shard_written;
-        comm_reduce_scatter(z->reduce_group, add ? scratch : s->grad_shard, s->grad, s->shard_numel, DTYPE_FP32, z->reduce_stream);
-        if (add) scratch += s->shard_numel;
+        if (z->opt.reduce_scatter) comm_reduce_scatter(z->reduce_group, zero_sum_place(z, s), s->wire, s->shard_numel, wire, z->reduce_stream);
+        else comm_all_reduce(z->reduce_group, s->wire, s->whole, wire, z->reduce_stream);
     }
     comm_batch_end();
-    if (z->opt.stage == 0) { // every rank updates everything
+    if (z->opt.stage == 0 && z->opt.reduce_scatter) { // every rank updates everything
         comm_batch_begin();
         for (int i = 0; i < z->n_bucket; i++) {
             UnitState *s = &z->unit[z->bucket[i]];
-            comm_all_gather(z->reduce_group, s->grad, s->grad_shard, s->shard_numel, DTYPE_FP32, z->reduce_stream);
+            comm_all_gather(z->reduce_group, s->wire, zero_sum_place(z, s), s->shard_numel, wire, z->reduce_stream);
         }
         comm_batch_end();
     }
-    scratch = z->reduce_scratch;
-    for (int i = 0; i < z->n_bucket; i++) {
-        UnitState *s = &z->unit[z->bucket[i]];
-        if (zero_shards_grads(z) && s->shard_written) {
-            add_inplace(tensor1(s->grad_shard, DTYPE_FP32, s->shard_numel), tensor1(scratch, DTYPE_FP32, s->shard_numel), z->reduce_stream);
-            scratch += s->shard_numel;
-        }
-        s->shard_written = true;
-        event_record(s->reduced, z->reduce_stream);
-        if (s->grad_buffer < 0) continue;
-        event_record(z->grad_pool[s->grad_buffer].reduced, z->reduce_stream);
-        s->grad_buffer = -1;
-        s->grad = NULL;
-    }
+    for (int i = 0; i < z->n_bucket; i++) zero_take_sum(z, &z->unit[z->bucket[i]]);
     z->n_bucket = 0;
     z->bucket_numel = 0;
 }
@@ -671,6 +724,17 @@ static void zero_tensor_write(Zero *z, int row, StateKind kind, const float *val
         stream_sync(z->stream); // the caller's memory may go
     }
     if (kind == STATE_MASTER) zero_weights_changed(z);
+}
+
+// Masters become what the weights are: the digits that only they had are gone (load_from_fp32_weights false).
+static void zero_masters_from_weights(Zero *z) {
+    if (z->model->dtype == DTYPE_FP32) return; // they are the weights
+    int64_t element = dtype_bytes(z->model->dtype);
+    for (int u = 0; u < z->model->table.n_units; u++) {
+        const UnitState *s = &z->unit[u];
+        const char *param = (const char *)s->param_shard + (s->update_first - s->shard_numel * z->gather_group.rank) * element;
+        convert(tensor1(s->master, DTYPE_FP32, s->update_numel), tensor1((void *)param, z->model->dtype, s->update_numel), z->stream);
+    }
 }
 
 // Fills the weights with their initial values, a function of (seed, name, global index).

@@ -74,7 +74,7 @@ void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream
 // dst[i] = src[i], rounded to dst's dtype (nearest, ties to even). Any pair of dtypes; same number of elements.
 void convert(Tensor dst, Tensor src, Stream stream);
 
-// y[i] += x[i], added in fp32 and rounded once. y, x f32 or bf16, each.
+// y[i] += x[i], added in fp32 and rounded once to y's dtype. Any pair of dtypes.
 void add_inplace(Tensor y, Tensor x, Stream stream);
 
 // t[i] = value.

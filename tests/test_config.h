@@ -585,6 +585,9 @@ static void test_config_messages(Test *t) {
         {"{" MICRO ", \"amp\": {\"enabled\": true, \"opt_level\": \"O1\"}}", "", 1, "amp.enabled", "", "", "use bf16.enabled"},
         {"{" MICRO ", \"csv_monitor\": {\"enabled\": true, \"output_path\": \"x\"}, \"comms_logger\": {\"enabled\": false, \"verbose\": true}, \"memory_breakdown\": true}", "", 1, "", "csv_monitor.enabled memory_breakdown", "comms_logger", NULL},
         {"{" MICRO ", \"flops_profiler\": {\"enabled\": false}}", "", 1, "", "", "", NULL}, // a switch that is off has its effect
+        {"{" MICRO ", \"communication_data_type\": \"bfloat16\"}", "", 2, "", "", "", NULL},
+        {"{" MICRO ", \"communication_data_type\": \"fp16\"}", "", 2, "", "", "communication_data_type", "without a loss scale"},
+        {"{" MICRO ", \"communication_data_type\": \"fp16\", \"fp16\": {\"enabled\": true}}", "", 2, "", "", "", NULL},
         {"{" MICRO ", \"data_types\": {\"grad_accum_dtype\": \"bf16\"}}", "", 1, "", "data_types.grad_accum_dtype", "", "not built yet"},
         {"{" MICRO ", \"data_types\": {\"grad_accum_dtype\": \"float32\", \"param_dtype\": null}}", "", 1, "", "", "", NULL},
     };

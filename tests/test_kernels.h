@@ -836,14 +836,20 @@ static void call_convert(KernelCase *c, bool backend, Stream stream) {
 }
 static const Kernel kernel_convert = {"convert", setup_convert, reference_convert, call_convert, flat_shapes};
 
+// The case's element type added to all three, each sum rounded once.
 static void setup_add_inplace(KernelCase *c) {
-    operand_add(c, "y", ROLE_INOUT, c->act == DTYPE_BF16 ? DTYPE_BF16 : DTYPE_FP32, c->s.C, 0, 0, 0, 1);
-    operand_add(c, "x", ROLE_IN, grad_type(c), c->s.C, 0, 0, 0, 1);
+    operand_add(c, "x", ROLE_IN, c->act, c->s.C, 0, 0, 0, 1);
+    operand_add(c, "fp32 y", ROLE_INOUT, DTYPE_FP32, c->s.C, 0, 0, 0, 1);
+    operand_add(c, "bf16 y", ROLE_INOUT, DTYPE_BF16, c->s.C, 0, 0, 0, 1);
+    operand_add(c, "fp16 y", ROLE_INOUT, DTYPE_FP16, c->s.C, 0, 0, 0, 1);
 }
 static void reference_add_inplace(KernelCase *c) {
-    for (int64_t i = 0; i < c->s.C; i++) want_of(c, "y")[i] = value_of(c, "y")[i] + value_of(c, "x")[i];
+    for (int k = 1; k < 4; k++)
+        for (int64_t i = 0; i < c->s.C; i++) c->op[k].want[i] = operand_round(c->op[k].type, c->op[k].value[i] + value_of(c, "x")[i]);
 }
-static void call_add_inplace(KernelCase *c, bool backend, Stream stream) { KERNEL_CALL(add_inplace, tensor_of(c, "y"), tensor_of(c, "x"), stream); }
+static void call_add_inplace(KernelCase *c, bool backend, Stream stream) {
+    for (int k = 1; k < 4; k++) KERNEL_CALL(add_inplace, tensor_of(c, c->op[k].name), tensor_of(c, "x"), stream);
+}
 static const Kernel kernel_add_inplace = {"add_inplace", setup_add_inplace, reference_add_inplace, call_add_inplace, flat_shapes};
 
 static void setup_fill(KernelCase *c) { operand_add(c, "out", ROLE_OUT, c->act, c->s.C, 0, 0, 0, 0); }

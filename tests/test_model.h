@@ -55,8 +55,9 @@ static Config *tiny_config(void) {
     c->run.logits_bytes = 1 << 30;
     c->run.seed = 7;
     c->run.steps = 10;
-    c->zero.reduce_bucket_size = c->zero.prefetch_bucket_size = c->zero.max_live_parameters = c->zero.max_reuse_distance = 1 << 30;
-    c->zero.overlap_comm = true;
+    c->zero.reduce_bucket_size = c->zero.prefetch_bucket_size = c->zero.max_live_parameters = c->zero.max_reuse_distance = c->zero.allgather_bucket_size = 1 << 30;
+    c->zero.model_persistence_threshold = INT64_MAX;
+    c->zero.overlap_comm = c->zero.reduce_scatter = c->zero.load_from_fp32_weights = true;
     return c;
 }
 

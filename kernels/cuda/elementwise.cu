@@ -114,20 +114,18 @@ template <typename Y, typename X, int W> __global__ void __launch_bounds__(ELEME
         for (int64_t i = at; i < n; i++) y[i] = from_float<Y>(to_float(y[i]) + to_float(x[i]));
 }
 
-template <typename Y, typename X> static void add_inplace_launch(Tensor y, Tensor x, Stream stream) {
+template <typename Y> static void add_inplace_launch(Tensor y, Tensor x, Stream stream) {
     const int64_t n = tensor_numel(x);
     const cudaStream_t s = (cudaStream_t)stream;
-    WIDTH_SWITCH(is_aligned(y.data, 16) && is_aligned(x.data, 16), 4,
-        add_inplace_kernel<Y, X, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>(elements<Y>(y), elements<const X>(x), n));
+    FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(is_aligned(y.data, 16) && is_aligned(x.data, 16), 4,
+        add_inplace_kernel<Y, floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>(elements<Y>(y), elements<const floatX>(x), n)));
     launch_check();
 }
 
 void cuda::add_inplace(Tensor y, Tensor x, Stream stream) {
     check_shape("add_inplace", "y", y, 1, tensor_numel(x));
     if (tensor_numel(x) == 0) return;
-    if (y.dtype == DTYPE_FP32) GRAD_SWITCH(x.dtype, add_inplace_launch<float, floatG>(y, x, stream))
-    else if (y.dtype == DTYPE_BF16) GRAD_SWITCH(x.dtype, add_inplace_launch<__nv_bfloat16, floatG>(y, x, stream))
-    else CHECK(false, "add_inplace: y is %s, wanted fp32 or bf16", dtype_name(y.dtype));
+    FLOATX_SWITCH(y.dtype, add_inplace_launch<floatX>(y, x, stream));
 }
 
 template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) fill_kernel(T *out, float value, int64_t n) {
