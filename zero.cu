@@ -587,12 +587,14 @@ static Grads zero_grad_begin(Zero *z, int unit) {
     return g;
 }
 
+// Does a sum over the ranks add to that of earlier micro-batches?
+static bool zero_sum_adds(const Zero *z, const UnitState *s) { return zero_shards_grads(z) && s->shard_written; }
+
 // Where this rank's part of the sum arrives: in its shard if nothing has to be done with it on the way, else in the part of
 // what travels that belongs to this rank.
 static void *zero_sum_place(const Zero *z, const UnitState *s) {
     DType wire = layout_wire(&z->layout);
-    bool add = zero_shards_grads(z) && s->shard_written;
-    if (z->opt.reduce_scatter && wire == DTYPE_FP32 && !add) return s->grad_shard;
+    if (z->opt.reduce_scatter && wire == DTYPE_FP32 && !zero_sum_adds(z, s)) return s->grad_shard;
     return (char *)s->wire + s->shard_numel * z->reduce_group.rank * dtype_bytes(wire);
 }
 
@@ -602,7 +604,7 @@ static void zero_take_sum(Zero *z, UnitState *s) {
     Tensor sum = tensor1(zero_sum_place(z, s), wire, s->shard_numel), shard = tensor1(s->grad_shard, DTYPE_FP32, s->shard_numel);
     if (z->opt.stage == 0) { // the shard is the whole
         if (wire != DTYPE_FP32) convert(tensor1(s->grad, DTYPE_FP32, s->whole), tensor1(s->wire, wire, s->whole), z->reduce_stream);
-    } else if (zero_shards_grads(z) && s->shard_written) add_inplace(shard, sum, z->reduce_stream);
+    } else if (zero_sum_adds(z, s)) add_inplace(shard, sum, z->reduce_stream);
     else if (sum.data != shard.data) convert(shard, sum, z->reduce_stream);
     s->shard_written = true;
     event_record(s->reduced, z->reduce_stream);

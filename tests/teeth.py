@@ -73,7 +73,7 @@ BUGS = [
      "a unit computes before its weights have arrived"),
     ("zero.cu", "if (z->reduce_group.size == 1) return; // the shard is the whole", "return;", "parallel@2",
      "gradients are not reduced"),
-    ("zero.cu", "bool add = zero_shards_grads(z) && s->shard_written;", "bool add = false;", "parallel@2",
+    ("zero.cu", "{ return zero_shards_grads(z) && s->shard_written; }", "{ return false; }", "parallel@2",
      "a micro-batch overwrites the sum of the earlier ones"),
     ("optimizer.cu", "DTYPE_FP32, z->unit[u].shard_numel), u > 0", "DTYPE_FP32, z->unit[u].update_numel), u > 0", "parallel@2",
      "elements that every rank holds count twice in the norm"),
