@@ -430,6 +430,7 @@ static const ConfigKey config_keys[] = {
     USE("train_gpt.run.sample_tokens", KEY_INT, run.sample_tokens, "128", "0..", 0, "tokens in one of them"),
     USE("train_gpt.run.sample_prompt", KEY_TEXT, run.sample_prompt, "", "", 0, "what they begin with"),
     USE("train_gpt.run.checkpoint_every", KEY_INT, run.checkpoint_every, "0", "0..", 0, "updates between checkpoints; 0 = only at the end"),
+    USE("train_gpt.run.replica_check_every", KEY_INT, run.replica_check_every, "0", "0..", 0, "updates between comparisons of the ranks' copies of the weights; 0 = never"),
     USE("train_gpt.run.resume", KEY_TEXT, run.resume, "auto", "", WORD_AUTO, "auto (the newest checkpoint, if there is one), none, or a tag"),
     USE("train_gpt.run.deterministic", KEY_BOOL, run.deterministic, "true", "", 0, "equal runs give equal bits"),
     USE("train_gpt.run.lr_schedule", KEY_CHOICE, scheduler.lr_schedule, "constant", "constant|cosine", 0, "for files without scheduler: lr x (step + 1) / warmup_steps, then a cosine to final_lr_frac"),

@@ -110,6 +110,13 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
     free(logits);
 }
 
+// What the other ranks must hold as well.
+static RankState trainer_rank_state(const Trainer *t) {
+    const Optimizer *o = &t->opt;
+    RankState s = {(double)t->step, (double)o->applied_updates, (double)o->skipped, (double)t->samples, schedule_lr(t->cfg, o->applied_updates), o->scaler.scale, t->loss, t->grad_norm, t->config_digest};
+    return s;
+}
+
 static TrainingState trainer_state(const Trainer *t) {
     TrainingState s;
     memset(&s, 0, sizeof s);
@@ -131,6 +138,9 @@ static TrainingState trainer_state(const Trainer *t) {
 // Saves; a failure warns and leaves the older checkpoints as they are, unless this is the last chance.
 static void save(Trainer *t, bool last_chance) {
     watch_announce(WATCH_SAVE, 1800);
+    RankState held = trainer_rank_state(t);
+    agree_require(&held, t->grid.rank, t->grid.world);
+    if (t->cfg->run.replica_check_every > 0) replicas_check(&t->replicas, &t->zero, t->step); // at stage 0; the others' copies are older than the masters now
     if (t->grid.rank > 0) { zero_serve(&t->zero); return; }
     TrainingState state = trainer_state(t);
     CheckpointTensors tensors = trainer_tensors(t);

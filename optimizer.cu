@@ -22,6 +22,7 @@
 // Read next: checkpoint.cu.
 #pragma once
 #include "zero.cu"
+#include "runtime/agree.h"
 
 // ---------------------------------------------------------------------------------------------------------------
 // Dynamic loss scaling of fp16 (Micikevicius et al. 2018, section 3.2), with DeepSpeed's hysteresis
@@ -219,6 +220,7 @@ enum {
     SUM_SQUARES,                  // of the gradients
     SUM_LOSS,                     // over the tokens of the update
     SUM_STOP, SUM_SAVE,           // ranks that were asked to stop, or to save: all agree on the same update
+    SUM_HASH, SUM_HASH_SQUARES,   // of the ranks' states: do all hold the same? (agree.h)
     SUM_COUNT,
 };
 
@@ -253,14 +255,16 @@ static void optimizer_free(Optimizer *o) {
     event_destroy(o->decided);
 }
 
-// Enqueues the sums of the update over all ranks (each adds the squares of its own shards, its losses, its wishes), what
-// follows from them, and copies of both for the host, which are there at o->decided.
-static void optimizer_decide(Optimizer *o, Zero *z, bool stop, bool save) {
+// Enqueues the sums of the update over all ranks (each adds the squares of its own shards, its losses, its wishes, the
+// hash of its state), what follows from them, and copies of both for the host, which are there at o->decided.
+static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, bool stop, bool save) {
     for (int u = 0; u < z->model->table.n_units; u++)
         sum_squares_to_double(&o->sums[SUM_SQUARES], tensor1(z->unit[u].grad_shard, DTYPE_FP32, z->unit[u].shard_numel), u > 0, z->stream);
     o->host_sums[SUM_STOP] = stop;
     o->host_sums[SUM_SAVE] = save;
-    device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], 2 * sizeof(double), COPY_TO_DEVICE, z->stream);
+    o->host_sums[SUM_HASH] = agree_hash(state);
+    o->host_sums[SUM_HASH_SQUARES] = o->host_sums[SUM_HASH] * o->host_sums[SUM_HASH];
+    device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], (SUM_COUNT - SUM_STOP) * sizeof(double), COPY_TO_DEVICE, z->stream);
     comm_all_reduce_double(z->reduce_group, o->sums, SUM_COUNT, COMM_SUM, z->stream);
     update_control(o->control, &o->sums[SUM_SQUARES], &o->sums[SUM_LOSS], o->scaler.scale, o->cfg->gradient_clipping, z->stream);
     device_copy(o->host_sums, o->sums, SUM_COUNT * sizeof(double), COPY_TO_HOST, z->stream);
@@ -327,15 +331,17 @@ static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
 }
 
 // Applies the gradients in zero's shards. n_tokens: tokens of the global batch, whose losses the ranks' o->sums[SUM_LOSS] hold.
-// stop, save: this rank was asked to.
-static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, int64_t step, bool stop, bool save) {
+// state: what this rank holds, and must not differ from the others'. stop, save: this rank was asked to.
+static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, const RankState *state, bool stop, bool save) {
     const Config *cfg = o->cfg;
     UpdateArgs a = {schedule_lr(cfg, o->applied_updates), {0, 0}, o->applied_updates, o->control, &cfg->optimizer};
     schedule_betas(cfg, o->applied_updates, a.betas);
-    optimizer_decide(o, z, stop, save);
+    optimizer_decide(o, z, state, stop, save);
     optimizer_apply(o, z, &a);
 
     event_sync(o->decided); // and the device still has the update to do
+    Group g = z->reduce_group;
+    if (!agree_sums(o->host_sums[SUM_HASH], o->host_sums[SUM_HASH_SQUARES], g.size)) agree_require(state, g.rank, g.size);
     OptimizerStats s;
     memset(&s, 0, sizeof s);
     s.loss_sum = o->host_sums[SUM_LOSS];
@@ -349,7 +355,7 @@ static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, in
     if (s.skipped) {
         o->skipped++;
         o->consecutive_skipped++;
-        optimizer_judge(o, z, s.loss_sum / (double)n_tokens, s.grad_norm, step);
+        optimizer_judge(o, z, s.loss_sum / (double)n_tokens, s.grad_norm, (int64_t)state->step);
         return s;
     }
     loss_scaler_update(&o->scaler, false);

@@ -104,7 +104,9 @@ static StepStats train_step(Trainer *t) {
     }
     watch_progress(t->step, t->pipe.n_micro_batches, WATCH_UPDATE);
     zero_finish_grads(&t->zero);
-    OptimizerStats o = optimizer_step(&t->opt, &t->zero, n_tokens, t->step, stop_signal != 0, save_signal != 0);
+    if (due(t->step, t->cfg->run.replica_check_every)) replicas_check(&t->replicas, &t->zero, t->step);
+    RankState state = trainer_rank_state(t);
+    OptimizerStats o = optimizer_step(&t->opt, &t->zero, n_tokens, &state, stop_signal != 0, save_signal != 0);
     event_record(t->mark[t->pipe.n + 1], t->stream);
 
     StepStats s;
@@ -112,8 +114,8 @@ static StepStats train_step(Trainer *t) {
     s.step = t->step++;
     t->tokens += n_tokens;
     t->samples += t->cfg->batch.train_batch_size;
-    s.loss = o.loss_sum / (double)n_tokens;
-    s.grad_norm = o.grad_norm;
+    s.loss = t->loss = o.loss_sum / (double)n_tokens;
+    s.grad_norm = t->grad_norm = o.grad_norm;
     s.clip_factor = o.clip_factor;
     s.lr = o.lr;
     s.loss_scale = o.loss_scale;

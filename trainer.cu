@@ -18,6 +18,7 @@
 #include "acts.cu"              // activation slots
 #include "pipeline.cu"          // the program of one update
 #include "optimizer.cu"         // update rules, schedules, loss scaling, clipping
+#include "replicas.cu"          // are the ranks' copies of the weights equal?
 #include "checkpoint.cu"        // save and resume
 #include "huggingface.cu"       // import and export of model folders
 #include <omp.h>
@@ -36,6 +37,7 @@ typedef struct {
     int *train_uses, *eval_uses; // units in the order in which an update, or a forward pass, fetches them
     int n_train_uses, n_eval_uses;
     Optimizer opt;
+    Replicas replicas;
     DataLoader train, val;
     bool has_train, has_val;
     Tokenizer tokenizer;
@@ -49,6 +51,8 @@ typedef struct {
     double *eval_sum;        // one double in the backend's memory
     int64_t step;            // updates done, skipped ones included
     int64_t tokens, samples; // consumed by them
+    double loss, grad_norm;  // of the last update of this process
+    double config_digest;    // see RankState
     bool stop, save;         // some rank was asked to, as all ranks know since the last update
 } Trainer;
 
@@ -334,6 +338,7 @@ static void trainer_free(Trainer *t) {
     free(t->mark);
     device_free(t->eval_sum);
     optimizer_free(&t->opt);
+    replicas_free(&t->replicas);
     acts_free(&t->acts);
     zero_free(&t->zero);
     pipeline_free(&t->pipe);

@@ -71,6 +71,12 @@ void sum_to_double(double *out, Tensor x, bool accumulate, Stream stream);
 // *out (+)= sum of x^2, in double, in a fixed order. NaN and infinity propagate. x f32 or bf16.
 void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream);
 
+// *out (+)= sum of word[i] * (2 (first + i) + 1) modulo 2^64, over the 32-bit words (little-endian) of x's memory: a hash of which
+// pieces can be added, first being the place of a piece in the whole. Any one flipped bit changes it, and so do any two: their
+// terms are 2^a and 2^b times an odd number below 2^32. x any dtype, of whole words; first + words <= 2^31; out in the
+// backend's memory. Exact, hence the same in any order.
+void hash_words(uint64_t *out, Tensor x, int64_t first, bool accumulate, Stream stream);
+
 // dst[i] = src[i], rounded to dst's dtype (nearest, ties to even). Any pair of dtypes; same number of elements.
 void convert(Tensor dst, Tensor src, Stream stream);
 

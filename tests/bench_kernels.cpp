@@ -111,6 +111,7 @@ static void run_attention_backward_128(Bench *b) { attention_backward(b->dqkv, b
 static void run_classifier(Bench *b) { classifier_forward_backward(b->logits, b->losses, b->tokens, b->V, 1.0f, true, b->stream); }
 static void run_embedding_backward(Bench *b) { embedding_backward(b->dw, b->dwpe, b->tokens, b->narrow, true, false, b->stream); }
 static void run_sum_squares(Bench *b) { sum_squares_to_double(b->sum, b->grad, false, b->stream); }
+static void run_hash_words(Bench *b) { hash_words((uint64_t *)b->sum, b->param, 0, false, b->stream); }
 static void run_adamw(Bench *b) {
     AdamWArgs args = {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, 0.5f, true};
     adamw_update(b->param, b->master, b->grad, b->m, b->v, args, b->control, b->stream);
@@ -194,6 +195,7 @@ int main(int argc, char **argv) {
     measure(b, "bias_backward 4C", run_bias_backward, 0, 0, 4 * row);
     measure(b, "gelu_backward", run_gelu_backward, 0, 0, 12 * row);
     measure(b, "sum_squares", run_sum_squares, 1, 0, 4 * n);
+    measure(b, "hash_words of bf16 weights", run_hash_words, 0, 0, 2 * n);
     measure(b, "adamw", run_adamw, 1, 0, 30 * n);
     printf("-- attention\n");
     measure(b, "attention_forward, heads of 64", run_attention_forward, L, attention, 4 * row);

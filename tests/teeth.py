@@ -81,6 +81,12 @@ BUGS = [
      "groups of disjoint ranks have one number in the watch's records"),
     ("train_gpt.cu", "first = t->samples + (mb * D + t->grid.zero_rank) * B;", "first = t->samples + mb * D * B;", "parallel@2",
      "all ranks read the same samples"),
+    ("runtime/agree.h", "ranks * q == s * s;", "ranks * q >= s * s;", "parallel",
+     "ranks that hold different things pass for equal"),
+    ("kernels/cpu/reduce.cpp", "(uint32_t)(2 * (first + i) + 1)", "(uint32_t)(2 * i + 1)", "kernels",
+     "the hash of a part does not know its place"),
+    ("replicas.cu", "z->unit[u].dedicated && zero_is_current(z, u)", "z->unit[u].dedicated", "parallel@2",
+     "copies that are not gathered yet are compared"),
 ]
 
 

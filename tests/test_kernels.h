@@ -1138,6 +1138,62 @@ static void test_update_control(Test *t) {
         }
 }
 
+static int64_t hash_first; // of call_hash_raw
+static bool hash_accumulate;
+static void call_hash_raw(RawOperand *op, bool backend, Stream s) {
+    KERNEL_CALL(hash_words, (uint64_t *)op[0].memory, tensor1(op[1].memory, DTYPE_BF16, op[1].n_bytes / 2), hash_first, hash_accumulate, s);
+}
+static uint64_t hash_of(const uint32_t *word, int64_t n, int64_t first, uint64_t before, bool accumulate, bool backend) {
+    uint64_t hash = before;
+    RawOperand op[2] = {{&hash, NULL, 8}, {(void *)word, NULL, n * 4}};
+    hash_first = first;
+    hash_accumulate = accumulate;
+    raw_run(call_hash_raw, op, 2, backend);
+    return hash;
+}
+// Against the formula with whole numbers of 128 bits; pieces add up; one and two flipped bits, anywhere, change it.
+static void test_hash_words(Test *t) {
+    enum { N = 70001, FEW = 37 };
+    uint32_t *x = (uint32_t *)host_alloc(N * 4);
+    for (int i = 0; i < N; i++) x[i] = (uint32_t)rng_bits(5, 5, (uint64_t)i);
+    static const int64_t sizes[] = {1, 2, 3, 4, 5, 7, 8, 1023, 1024, 1025, 16384, 70000, N}, firsts[] = {0, 1, 12345, ((int64_t)1 << 31) - N};
+    for (int backend = 0; backend < 2; backend++) {
+        for (int k = 0; k < 13; k++)
+            for (int f = 0; f < 4; f++) {
+                unsigned __int128 want = 0;
+                for (int64_t i = 0; i < sizes[k]; i++) want += (unsigned __int128)x[i] * (unsigned __int128)(2 * (firsts[f] + i) + 1);
+                uint64_t got = hash_of(x, sizes[k], firsts[f], 77, false, backend);
+                expect_true(t, got == (uint64_t)want, "hash of %" PRId64 " words from %" PRId64 " is %" PRIx64 ", expected %" PRIx64, sizes[k], firsts[f], got, (uint64_t)want);
+                got = hash_of(x, sizes[k], firsts[f], 77, true, backend);
+                expect_true(t, got == (uint64_t)(want + 77), "hash of %" PRId64 " words, added to 77, is %" PRIx64, sizes[k], got);
+            }
+        uint64_t whole = hash_of(x, N, 0, 0, false, backend), sum = 0;
+        for (int64_t at = 0; at < N; at += 4096) sum = hash_of(x + at, min_i64(4096, N - at), at, sum, true, backend);
+        expect_true(t, sum == whole, "the hashes of pieces add up to %" PRIx64 ", not %" PRIx64, sum, whole);
+        for (int i = 0; i < (backend && KERNELS_ON_GPU ? 40 : 400); i++) { // in a large one
+            int64_t at = (int64_t)(rng_bits(6, 6, (uint64_t)i) % N);
+            x[at] ^= 1u << i % 32;
+            expect_true(t, hash_of(x, N, 0, 0, false, backend) != whole, "bit %d of word %" PRId64 " does not change the hash", i % 32, at);
+            x[at] ^= 1u << i % 32;
+        }
+    }
+    uint64_t whole = hash_of(x, FEW, 0, 0, false, false); // every bit and every pair of bits of a small one
+    int64_t same = 0;
+    for (int i = 0; i < 32 * FEW; i++)
+        for (int j = 0; j <= i; j++) { // j = i: one bit
+            x[i / 32] ^= 1u << i % 32;
+            if (j < i) x[j / 32] ^= 1u << j % 32;
+            uint64_t hash = 0;
+            for (int64_t k = 0; k < FEW; k++) hash += (uint64_t)x[k] * (uint64_t)(2 * k + 1);
+            same += hash == whole;
+            x[i / 32] ^= 1u << i % 32;
+            if (j < i) x[j / 32] ^= 1u << j % 32;
+        }
+    t->compared += 16 * FEW * (32 * FEW + 1);
+    expect_equal_i64(t, "pairs of flipped bits that leave the hash as it is", same, 0);
+    free(x);
+}
+
 // x rounded to `bits` bits of mantissa, smallest exponent e_min, largest value max: computed in double with nearbyint.
 static double reference_round_bits(double x, int bits, int e_min, double max) {
     if (isnan(x) || isinf(x) || x == 0) return x;
@@ -1358,6 +1414,7 @@ static const TestRow kernel_tests[] = {
     KERNEL_TEST_ROWS(sgd),
     {"sum_squares_special", test_sum_squares_special},
     {"update_control", test_update_control},
+    {"hash_words", test_hash_words},
     {"convert_special", test_convert_special},
     {"classifier_special", test_classifier_special},
     {NULL, NULL},

@@ -812,7 +812,8 @@ static void test_infinite_gradient(Test *t) {
         float *before = trainer_states(trainer, &n);
         float infinite = INFINITY;
         device_copy(trainer->zero.unit[1].grad_shard + 3, &infinite, 4, COPY_TO_DEVICE, trainer->stream);
-        OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, s.step_tokens, 1, false, false);
+        RankState state = trainer_rank_state(trainer);
+        OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, s.step_tokens, &state, false, false);
         expect_true(t, o.skipped, "%s: an infinite gradient was applied", dtype_name((DType)dtype));
         float *after = trainer_states(trainer, &n);
         expect_same_bytes(t, "weights and states", after, before, n * 4);
@@ -833,7 +834,8 @@ static void test_zero_gradients(Test *t) {
     tiny_trainer(trainer, c);
     int64_t n;
     float *before = trainer_weights(trainer, &n);
-    OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, 1, 0, false, false);
+    RankState state = trainer_rank_state(trainer);
+    OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, 1, &state, false, false);
     expect_near(t, "norm", o.grad_norm, 0, 0);
     expect_near(t, "clip factor", o.clip_factor, 1, 0);
     float *after = trainer_weights(trainer, &n), *at = after, *old = before;

@@ -200,6 +200,67 @@ static void test_resume_across_stages(Test *t) {
     free(c);
 }
 
+// The sums of equal hashes are told from those of any others, whatever the number of ranks; every field changes the hash; who differs
+// is put into words. That a rank which differs ends the job is tests/test_watch.sh's matter.
+static void test_agreement(Test *t) {
+    static const int worlds[] = {2, 3, 8, 1000, LAUNCH_WORLD_MAX};
+    const double largest = (double)((1 << AGREE_BITS) - 1);
+    for (int w = 0; w < 5; w++)
+        for (int k = 0; k < 50; k++) {
+            double h = k == 0 ? 0 : k == 1 ? largest : floor(rng_uniform(1, 2, (uint64_t)k) * (largest + 1)), D = worlds[w];
+            expect_true(t, agree_sums(D * h, D * h * h, worlds[w]), "%d ranks of hash %g are told apart", worlds[w], h);
+            double other = h == 0 ? 1 : h - 1; // one rank, by the least
+            expect_true(t, !agree_sums((D - 1) * h + other, (D - 1) * h * h + other * other, worlds[w]), "%d ranks of hash %g and one of %g count as equal", worlds[w], h, other);
+        }
+    expect_true(t, !agree_sums(NAN, 1, 2) && !agree_sums(2, INFINITY, 2) && !agree_sums(-2, 2, 2), "what is no sum of hashes is taken for one");
+
+    RankState a = {12, 11, 1, 96, 1e-3, 65536, 3.25, 0.5, 4242};
+    double *field = (double *)&a, h = agree_hash(&a);
+    for (int i = 0; i < AGREE_FIELDS; i++)
+        for (int k = 0; k < 3; k++) { // in its last bit, to nothing, to no number. Two of 27 by chance: once in 10^8
+            double before = field[i];
+            field[i] = k == 0 ? nextafter(before, 1e300) : k == 1 ? 0 : NAN;
+            expect_true(t, agree_hash(&a) != h && agree_hash(&a) <= largest, "another %s gives the same hash", agree_names[i]);
+            field[i] = before;
+        }
+    RankState zero = {}, minus = {};
+    minus.loss = -0.0;
+    expect_true(t, agree_hash(&zero) == agree_hash(&minus), "0 and -0 count as different");
+
+    char text[AGREE_TEXT];
+    static const char *const name[] = {"lr", "loss", "step"};
+    const double three[] = {1, 2, 1, /**/ 5, 5, 5, /**/ 7, 7, -DBL_MAX}, two[] = {1, 2, /**/ 5, 5, /**/ 0.1, 0.5};
+    expect_equal_i64(t, "fields that differ", agree_describe(text, three, name, 3, 3), 2);
+    expect_equal_text(t, "three ranks", text, "lr is 2 on rank 1 and 1 on the other 2; step is nan on rank 2 and 7 on the other 2");
+    expect_equal_i64(t, "fields that differ", agree_describe(text, two, name, 3, 2), 2);
+    expect_equal_text(t, "two ranks", text, "lr is 1 on rank 0, 2 on rank 1; step is 0.10000000000000001 on rank 0, 0.5 on rank 1");
+    const double halves[] = {1, 1, 9, 1, /**/ 3, 3, 3, 4};
+    replicas_name(text, halves, 4);
+    expect_equal_text(t, "who holds other weights", text, "ranks 0, 1, 2, 3 (no majority among 4)");
+    const double most[] = {1, 1, 9, 1, /**/ 3, 3, 3, 3};
+    replicas_name(text, most, 4);
+    expect_equal_text(t, "who holds other weights", text, "rank 2 from the other 3");
+}
+
+// Comparing the copies finds nothing where nothing is wrong, at every stage, and changes no bit of the run.
+static void test_replicas_equal(Test *t) {
+    Config *c = parallel_config(2);
+    config_set_dtype(c, DTYPE_BF16);
+    StepStats want[PARALLEL_UPDATES], got[PARALLEL_UPDATES];
+    for (int stage = 0; stage < 4; stage++) {
+        int64_t n;
+        c->zero.stage = stage;
+        c->run.replica_check_every = 0;
+        float *want_weights = parallel_run(c, test_grid(), want, &n, NULL, NULL);
+        c->run.replica_check_every = 1;
+        float *weights = parallel_run(c, test_grid(), got, &n, NULL, NULL);
+        expect_same_run(t, "with replica_check_every", got, weights, want, want_weights, n);
+        free(want_weights);
+        free(weights);
+    }
+    free(c);
+}
+
 // PyTorch's run by all ranks together: the global batch of 8 (or 9) shared among them, where it divides.
 static void golden_together(Test *t, const char *name, int64_t batch, DType dtype, GoldenBounds bound) {
     if (batch % test_world.world != 0) { test_skip(t, "a global batch of %" PRId64 " does not divide by %d ranks", batch, test_world.world); return; }
@@ -213,5 +274,6 @@ static const TestRow parallel_tests[] = {
     {"golden run, all stages", test_golden_together}, {"golden run, all stages, bf16", test_golden_together_bf16}, {"odd golden run, all stages", test_golden_odd_together},
     {"stages, fp32", test_stages_fp32}, {"stages, bf16", test_stages_bf16}, {"stages, fp16", test_stages_fp16}, {"stages, accumulation", test_stages_accumulation},
     {"buckets", test_buckets}, {"optimizers, sharded", test_optimizers_sharded}, {"bytes", test_sharded_bytes}, {"resume across stages", test_resume_across_stages},
+    {"agreement", test_agreement}, {"replicas, equal", test_replicas_equal},
     {NULL, NULL},
 };

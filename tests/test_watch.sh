@@ -744,6 +744,40 @@ trainer_hangs() {
     lines run 1
 }
 
+disagreement() { # one rank is told a loss that differs in its last bits: named, and nothing is saved
+    local every at newest
+    for every in 0 1; do # found by the next update's sums; before a save
+        rm -rf run
+        train flip:1:300:48:9 run.checkpoint_every=$every || return
+        mpi_code run 76
+        lines run 1
+        says run "the ranks no longer hold the same: loss of the update before is"
+        says run "on rank 1 and"
+        says run "on the other 2; no checkpoint was written from this state"
+        at=$(sed -nE 's/^error: step ([0-9]+): .*/\1/p' run/err)
+        newest=$(find run/saved/checkpoints -maxdepth 1 -name 'step-*' | sed 's/.*step-0*//' | sort -n | tail -n 1)
+        expect "the newest checkpoint ($newest) is from before the update that went wrong ($at)" test "${newest:-0}" -lt "${at:-0}"
+    done
+}
+replicas() { # one bit of one rank's weights, or (stage 0) of the gradient that it is told, for the letter e
+    local stage
+    for stage in 0 1 2 3; do
+        rm -rf run
+        train flip:2:300:0:12949 zero_optimization.stage=$stage run.replica_check_every=1 run.checkpoint_every=0 || return
+        mpi_code run 76
+        lines run 1
+        says run "the ranks hold different weights: "
+        says run "differs on rank 2 from the other 2"
+    done
+    rm -rf run
+    train flip:2:300:0:12949 zero_optimization.stage=2 run.checkpoint_every=0 # nobody else would notice
+    mpi_code run 0
+    rm -rf run
+    train none zero_optimization.stage=2 run.replica_check_every=1
+    mpi_code run 0
+    lines run 0
+}
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What is tested, built as the trainer is
 
@@ -763,7 +797,7 @@ fi
 for name in normal_ends late_end disturbances slow_rank under_load one_rank \
     kill_any where_it_died stop_each loop_each stuck_otherwise leaves_early crashes own_error crash_at_the_end never_ends full_pipe \
     missing_rank strangers garbage descriptors recorder bad_recorders no_recorder link_down link_blinks link_reset slow_link \
-    mpi_normal mpi_faults mpi_stop mpi_shim mpi_two_hosts trainer_ends trainer_dies trainer_hangs; do
+    mpi_normal mpi_faults mpi_stop mpi_shim mpi_two_hosts trainer_ends trainer_dies trainer_hangs disagreement replicas; do
     row "$name"
 done
 echo "$((SECONDS - begin)) s"

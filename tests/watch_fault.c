@@ -2,8 +2,10 @@
 //
 //     mpirun -x LD_PRELOAD=./watch_fault.so -x WATCH_FAULT=loop:2:300 ...     rank 2, at its 300th collective
 //
-// Actions: kill, stop, loop, exit, segv, abort, sleep (50 ms at every collective from there on: a slow rank). The program
-// needs no hook: MPI's profiling interface lets a library stand before any MPI function and call the real one.
+// Actions: kill, stop, loop, exit, segv, abort, sleep (50 ms at every collective from there on: a slow rank), and
+//     flip:2:300:48:8    in the first gather from there on with pieces of 48 bytes (0: of more than 256) that reaches byte 8, the lowest bit of
+//                        that byte of what rank 2 receives is flipped
+// The program needs no hook: MPI's profiling interface lets a library stand before any MPI function and call the real one.
 #define _GNU_SOURCE
 #include <mpi.h>
 #include <signal.h>
@@ -13,12 +15,15 @@
 #include <time.h>
 #include <unistd.h>
 
+static int flip_bytes, flip_at; // of a flip that is due; 0 and -1: none
+
 static void collective(void) {
     static char action[16];
-    static int rank = -2, at, calls;
+    static int rank = -2, at, calls, bytes, place;
     if (rank == -2) {
+        flip_at = -1;
         const char *text = getenv("WATCH_FAULT");
-        if (!text || sscanf(text, "%15[a-z]:%d:%d", action, &rank, &at) != 3) rank = -1;
+        if (!text || sscanf(text, "%15[a-z]:%d:%d:%d:%d", action, &rank, &at, &bytes, &place) < 3) rank = -1;
     }
     int self, ready;
     if (rank < 0 || PMPI_Initialized(&ready) != MPI_SUCCESS || !ready) return;
@@ -28,6 +33,7 @@ static void collective(void) {
     if (strcmp(action, "sleep") == 0) nanosleep(&pause, NULL);
     if (calls > at) return;
     fprintf(stderr, "fault: %s at collective %d of rank %d\n", action, calls, rank);
+    if (strcmp(action, "flip") == 0) flip_bytes = bytes, flip_at = place;
     if (strcmp(action, "kill") == 0) raise(SIGKILL);
     if (strcmp(action, "stop") == 0) raise(SIGSTOP);
     if (strcmp(action, "segv") == 0) raise(SIGSEGV);
@@ -42,7 +48,16 @@ int MPI_Allreduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, M
 }
 int MPI_Iallgather(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm c, MPI_Request *r) {
     collective();
-    return PMPI_Iallgather(in, n, t, out, m, u, c, r);
+    int result = PMPI_Iallgather(in, n, t, out, m, u, c, r), size, ranks;
+    if (flip_at < 0) return result;
+    PMPI_Type_size(u, &size);
+    PMPI_Comm_size(c, &ranks);
+    if (flip_bytes ? m * size != flip_bytes : m * size <= 256) return result;
+    if (flip_at >= ranks * m * size) return result;
+    PMPI_Wait(r, MPI_STATUS_IGNORE); // leaves a null request, which counts as done
+    ((unsigned char *)out)[flip_at] ^= 1;
+    flip_at = -1;
+    return result;
 }
 int MPI_Ialltoall(const void *in, int n, MPI_Datatype t, void *out, int m, MPI_Datatype u, MPI_Comm c, MPI_Request *r) {
     collective();

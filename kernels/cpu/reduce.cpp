@@ -48,6 +48,18 @@ void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream
     sum_blocks(out, x, accumulate, block_sum_squares);
 }
 
+void hash_words(uint64_t *out, Tensor x, int64_t first, bool accumulate, Stream stream) {
+    KERNEL_WRITES(stream, out);
+    KERNEL_READS(stream, x);
+    const int64_t n = tensor_bytes(x) / 4;
+    CHECK(tensor_bytes(x) % 4 == 0 && first >= 0 && first + n <= (int64_t)1 << 31, "hash of %" PRId64 " bytes from word %" PRId64, tensor_bytes(x), first);
+    const uint32_t *word = (const uint32_t *)x.data;
+    uint64_t sum = accumulate ? *out : 0;
+#pragma omp parallel for simd reduction(+ : sum) if (n > PARALLEL_MIN)
+    for (int64_t i = 0; i < n; i++) sum += (uint64_t)word[i] * (uint32_t)(2 * (first + i) + 1);
+    *out = sum;
+}
+
 // Each block of columns has one owner, who walks all rows.
 void bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream) {
     KERNEL_WRITES(stream, dbias);

@@ -1,6 +1,6 @@
 // reductions.cu - sums over everything (in double) and over rows (for the gradients of biases and norms).
 //
-// Each sum has two steps of fixed shape: blocks write partial sums, one small kernel adds them in order. No atomics:
+// Each sum of floats has two steps of fixed shape: blocks write partial sums, one small kernel adds them in order. No atomics:
 // the result depends on the input alone.
 #include "common.cuh"
 
@@ -59,6 +59,42 @@ void cuda::sum_to_double(double *out, Tensor x, bool accumulate, Stream stream) 
 void cuda::sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
     check_shape("sum_squares_to_double", "x", x, 1, tensor_numel(x));
     GRAD_SWITCH(x.dtype, sum_launch<floatG, true>(out, x, accumulate, stream));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Hash
+
+// A thread reads 16 bytes at a time, so that memory is the limit: per word one product of 32 bits and an addition of 64.
+__global__ void __launch_bounds__(SUM_THREADS) hash_words_kernel(unsigned long long *out, const uint32_t *x, int64_t n, uint32_t first) {
+    __shared__ unsigned long long sums[SUM_THREADS / 32];
+    unsigned long long sum = 0;
+    const int64_t quads = n / 4, step = (int64_t)gridDim.x * SUM_THREADS, at = (int64_t)blockIdx.x * SUM_THREADS + threadIdx.x;
+#pragma unroll 4
+    for (int64_t q = at; q < quads; q += step) {
+        uint4 w = reinterpret_cast<const uint4 *>(x)[q];
+        uint32_t m = 2 * (first + (uint32_t)(4 * q)) + 1;
+        sum += (unsigned long long)w.x * m + (unsigned long long)w.y * (m + 2) + (unsigned long long)w.z * (m + 4) + (unsigned long long)w.w * (m + 6);
+    }
+    int64_t rest = 4 * quads + at;
+    if (rest < n) sum += (unsigned long long)x[rest] * (2 * (first + (uint32_t)rest) + 1);
+    for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int w = 1; w < SUM_THREADS / 32; w++) sum += sums[w];
+    atomicAdd(out, sum); // of whole numbers: no order of the blocks gives another sum
+}
+
+void cuda::hash_words(uint64_t *out, Tensor x, int64_t first, bool accumulate, Stream stream) {
+    const cudaStream_t s = (cudaStream_t)stream;
+    const int64_t n = tensor_bytes(x) / 4;
+    CHECK(tensor_bytes(x) % 4 == 0 && first >= 0 && first + n <= (int64_t)1 << 31, "hash of %" PRId64 " bytes from word %" PRId64, tensor_bytes(x), first);
+    CHECK(is_aligned(x.data, 16), "hash of memory at %p", x.data);
+    if (!accumulate) cudaCheck(cudaMemsetAsync(out, 0, sizeof *out, s));
+    if (n == 0) return;
+    const unsigned blocks = grid_blocks(min_i64((int64_t)sm_count() * 8, ceil_div(n, SUM_THREADS * 4)));
+    hash_words_kernel<<<blocks, SUM_THREADS, 0, s>>>((unsigned long long *)out, elements<const uint32_t>(x), n, (uint32_t)first);
+    launch_check();
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,107 @@
+// replicas.cu - are the weights that several ranks hold really the same? train_gpt.run.replica_check_every compares their hashes.
+//
+// Under ZeRO stages 0 to 2 every rank holds all weights, at stage 3 those units that stay whole (the embedding, the head, small
+// ones; the blocks exist only while they compute and have no replica). Nothing in training looks whether these copies are
+// equal: a bit that flips in one rank's memory, or a gather that arrives wrong, bends its gradients from then on. So each unit's copy
+// is hashed on the device (hash_words: any one or two flipped bits change it) between the backward pass, when all copies are
+// there, and the update, which changes each rank's part of them. The ranks compare the largest and the smallest hash; where they
+// differ the unit's tensors are hashed one by one, and the ranks in the minority are named. No update is made from weights
+// that differ.
+#pragma once
+#include "zero.cu"
+#include "runtime/agree.h"
+
+typedef struct {
+    uint64_t *hash, *host_hash; // (n_units) in the backend's memory, and a pinned copy; made when first needed
+} Replicas;
+
+static void replicas_free(Replicas *r) {
+    device_free(r->hash);
+    pinned_free(r->host_hash);
+}
+
+// Has unit u a copy on every rank?
+static bool replicas_held(const Zero *z, int u) { return z->unit[u].dedicated && zero_is_current(z, u); }
+
+// Halves of 64 bits as two doubles, which hold them exactly.
+static void replicas_halves(double *half, const uint64_t *hash, int n) {
+    for (int i = 0; i < n; i++) half[2 * i] = (double)(uint32_t)hash[i], half[2 * i + 1] = (double)(hash[i] >> 32);
+}
+
+// The ranks whose hash is not that of the majority, as "rank 2 from the other 3"; without a majority all of them.
+static void replicas_name(char *text, const double *all, int world) {
+    size_t length = 0;
+    int best = 0, best_same = 0;
+    text[0] = 0;
+    for (int r = 0; r < world; r++) {
+        int same = 0;
+        for (int q = 0; q < world; q++) same += all[q] == all[r] && all[world + q] == all[world + r];
+        if (same > best_same) best = r, best_same = same;
+    }
+    int differ = world - best_same, told = 0;
+    bool majority = 2 * best_same > world;
+    agree_put(text, &length, !majority ? "ranks " : differ == 1 ? "rank " : "ranks ");
+    for (int r = 0; r < world && told < 16; r++) {
+        if (majority && all[r] == all[best] && all[world + r] == all[world + best]) continue;
+        agree_put(text, &length, "%s%d", told++ ? ", " : "", r);
+    }
+    if (majority && differ > told) agree_put(text, &length, ", ...");
+    agree_put(text, &length, majority ? " from the other %d" : " (no majority among %d)", majority ? best_same : world);
+}
+
+// Largest and smallest of the ranks' n hashes: do they all agree? The first that does not, or -1.
+static int replicas_first_difference(const uint64_t *hash, int n) {
+    double *least = (double *)host_alloc(sizeof(double) * 4 * (size_t)n), *most = least + 2 * n;
+    int found = -1;
+    replicas_halves(least, hash, n);
+    memcpy(most, least, sizeof(double) * 2 * (size_t)n);
+    comm_host_all_reduce(least, 2 * n, COMM_MIN);
+    comm_host_all_reduce(most, 2 * n, COMM_MAX);
+    for (int i = n - 1; i >= 0; i--) if (memcmp(least + 2 * i, most + 2 * i, 2 * sizeof(double)) != 0) found = i;
+    free(least);
+    return found;
+}
+
+// Ends the program: the ranks hold different weights in unit u. Names ranks and tensor.
+__attribute__((noreturn)) static void replicas_differ(Replicas *r, Zero *z, int u, int64_t step) {
+    const ParamTable *table = &z->model->table;
+    Group g = z->gather_group;
+    const char *tensor = "the space between its tensors";
+    uint64_t hash = r->host_hash[u];
+    for (int i = table->unit[u].first_row; i < table->unit[u].first_row + table->unit[u].n_rows; i++) {
+        const ParamDesc *row = &table->row[i];
+        if (row->tied_to >= 0) continue;
+        int64_t element = dtype_bytes(z->model->dtype), first = row->offset * element / 4;
+        int64_t n = min_i64(round_up(row->numel, ROW_ALIGN), z->unit[u].whole - row->offset);
+        hash_words(&r->hash[0], tensor1((char *)z->unit[u].param + row->offset * element, z->model->dtype, n), first, false, z->stream);
+        device_copy(r->host_hash, r->hash, 8, COPY_TO_HOST, z->stream);
+        stream_sync(z->stream);
+        if (replicas_first_difference(r->host_hash, 1) < 0) continue;
+        hash = r->host_hash[0];
+        tensor = row->name;
+        break;
+    }
+    double half[2];
+    char who[AGREE_TEXT];
+    replicas_halves(half, &hash, 1);
+    double *all = agree_gather(half, 2, g.rank, g.size);
+    replicas_name(who, all, g.size);
+    die_alike(EXIT_NUMERICS, "step %" PRId64 ": the ranks hold different weights: %s (unit %d) differs on %s; a fault of memory, a GPU or a link; " AGREE_ADVICE, step, tensor, u, who);
+}
+
+// Compares all replicas; waits for the stream. On all ranks.
+static void replicas_check(Replicas *r, Zero *z, int64_t step) {
+    int n = z->model->table.n_units;
+    if (z->gather_group.size == 1) return;
+    if (!r->hash) {
+        r->hash = (uint64_t *)device_malloc(n * 8);
+        r->host_hash = (uint64_t *)pinned_malloc(n * 8);
+    }
+    device_memset(r->hash, 0, n * 8, z->stream);
+    for (int u = 0; u < n; u++)
+        if (replicas_held(z, u)) hash_words(&r->hash[u], tensor1(z->unit[u].param, z->model->dtype, z->unit[u].whole), 0, false, z->stream);
+    device_copy(r->host_hash, r->hash, n * 8, COPY_TO_HOST, z->stream);
+    stream_sync(z->stream);
+    int u = replicas_first_difference(r->host_hash, n);
+    if (u >= 0) replicas_differ(r, z, u, step);
+}
