@@ -1276,15 +1276,15 @@ static char *config_read_base64(const char *src, int64_t *length) { // of RFC 46
 
 // Ranks that a launcher started. Without a launcher: 1.
 static int64_t config_world(void) {
-    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "WORLD_SIZE", "SLURM_NTASKS"};
-    bool pmi = getenv("PMI_RANK") || getenv("PMIX_RANK");
-    for (int i = 0; i < 3; i++) {
-        const char *text = getenv(names[i]);
+    bool pmi = getenv("PMI_RANK") || getenv("PMIX_RANK"), step = getenv("SLURM_STEP_ID"); // else a batch script, which is no rank
+    const struct { const char *name; bool counts; } names[] = {{"OMPI_COMM_WORLD_SIZE", true}, {"WORLD_SIZE", true}, {"SLURM_STEP_NUM_TASKS", step}, {"SLURM_NTASKS", pmi}};
+    for (int i = 0; i < 4; i++) {
+        const char *text = getenv(names[i].name);
         int64_t world;
-        if (!text || (i == 2 && !pmi)) continue;
+        if (!text || !names[i].counts) continue;
         char shown[80];
         if (config_read_int(text, 1, 1000000, &world)) return world;
-        note("the environment variable %s = \"%s\" is no number of ranks; ignored", names[i], text_escape(shown, sizeof shown, text, strlen(text)));
+        note("the environment variable %s = \"%s\" is no number of ranks; ignored", names[i].name, text_escape(shown, sizeof shown, text, strlen(text)));
     }
     return 1;
 }

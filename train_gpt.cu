@@ -192,7 +192,7 @@ int main(int argc, char **argv) {
     cores_take_share(world);
     Config *cfg = config_load(argc, argv); // JSON to structs, or the list of what is wrong and exit 2
     if (cfg->world != world.world)
-        die_alike(EXIT_CONFIG, "the launcher started %" PRId64 " ranks, but this binary was built without MPI or NCCL and runs one; install them (make install-deps), build again, or start one process", cfg->world);
+        die_alike(EXIT_CONFIG, "the environment speaks of %" PRId64 " ranks, but %d found each other; leave the variables of one launcher only", cfg->world, world.world);
     configurations_agree(cfg);
     watch_begin(cfg, world);
     Trainer t;

@@ -115,16 +115,22 @@ static void ranks_agree(double value, const char *otherwise) {
     if (least != most) die_alike(EXIT_CONFIG, "%s", otherwise);
 }
 
-// Ranks that trained by different settings would wait for each other for ever, or learn something that no file says.
-static void configurations_agree(const Config *cfg) {
+// 52 bits of a hash of the effective configuration.
+static double config_digest(const Config *cfg) {
     char *text = NULL;
     size_t length = 0;
     FILE *f = open_memstream(&text, &length);
     CHECK(f, "open_memstream: %s", strerror(errno));
     config_print_table(f, cfg);
     fclose(f);
-    ranks_agree((double)(text_hash(text) >> 12), "the ranks have different configurations; give all hosts the same file and the same command line (compare the output of --check-config)");
+    uint64_t hash = text_hash(text);
     free(text);
+    return (double)(hash >> 12);
+}
+
+// Ranks that trained by different settings would wait for each other for ever, or learn something that no file says.
+static void configurations_agree(const Config *cfg) {
+    ranks_agree(config_digest(cfg), "the ranks have different configurations; give all hosts the same file and the same command line (compare the output of --check-config)");
 }
 
 // Connects the ranks' beats. The flight recorder lies in the output folder; runs that only read leave none.
@@ -310,6 +316,7 @@ static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     device_init(world.local_rank);
     config_fit_device(cfg, device_info().compute_capability);
     trainer_init_core(t, cfg, grid_make(world.rank, axes), !reads, reads ? 1 : cfg->batch.train_micro_batch_size_per_gpu);
+    t->config_digest = config_digest(cfg);
     tokenizer_open(&t->tokenizer, cfg->data.tokenizer, cfg->model.vocab_size);
     t->metrics.log_fd = -1;
     if (reads) return;

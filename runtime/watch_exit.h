@@ -158,7 +158,7 @@ static void put_where(Line *l, int r) {
             put(l, ", in ");
             put_collective(l, ch->op, ch->unit, ch->bytes, (uint32_t)ch->queued);
         }
-    } else if (p->has_beat && b->wait_number) {
+    } else if (p->has_beat && b->wait_number && (!h || h->step == b->step)) { // an older beat says nothing about where it was
         inside = true;
         put(l, ", in ");
         put_collective(l, b->wait_op, b->wait_unit, b->wait_bytes, b->wait_number);

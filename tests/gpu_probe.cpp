@@ -45,7 +45,11 @@ static void sleep_ms(double ms) {
     struct timespec t = {(time_t)(ms / 1e3), (long)(1e6 * (ms - 1e3 * (double)(time_t)(ms / 1e3)))};
     nanosleep(&t, NULL);
 }
-static void say(const char *text, double ms) { printf("%s: %s: %.2f ms\n", what, text, ms); fflush(stdout); }
+static void say(const char *text, double ms) {
+    if (ms < 1) printf("%s: %s: %.1f us\n", what, text, 1e3 * ms);
+    else printf("%s: %s: %.1f ms\n", what, text, ms);
+    fflush(stdout);
+}
 
 __attribute__((noreturn)) static void give_up(const char *call, const char *why) {
     printf("%s: rank %d: %s: %s\n", what, rank, call, why);

@@ -1157,7 +1157,7 @@ static void load_child(void *arg) {
     char *argv[32] = {program}, *save = NULL;
     int argc = 1;
     for (char *one = strtok_r(strdup(l->arguments), "|", &save); one && argc < 31; one = strtok_r(NULL, "|", &save)) argv[argc++] = one;
-    static const char *const unset[] = {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS", "PMI_RANK", "PMIX_RANK", "DEEPSPEED_TIMEOUT"};
+    static const char *const unset[] = {"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "PMI_RANK", "PMIX_RANK", "DEEPSPEED_TIMEOUT"};
     for (size_t i = 0; i < sizeof unset / sizeof *unset; i++) unsetenv(unset[i]);
     for (char *one = strtok_r(strdup(l->environment), "|", &save); one; one = strtok_r(NULL, "|", &save)) putenv(one);
     if (!freopen("/dev/null", "w", stdout) || !freopen(l->input, "r", stdin)) _exit(99);
@@ -1231,6 +1231,8 @@ static void test_command_line(Test *t) {
         {"-c|@/good.json", "WORLD_SIZE=3|RANK=0", 2, "train_batch_size = 8: cannot be divided"},
         {"-c|@/good.json", "SLURM_NTASKS=2|PMI_RANK=0", -1, "world=2 steps=5"},
         {"-c|@/good.json", "SLURM_NTASKS=2", -1, "world=1 steps=5"},
+        {"-c|@/good.json", "SLURM_NTASKS=3|SLURM_STEP_ID=0|SLURM_STEP_NUM_TASKS=2", -1, "world=2 steps=5"}, // srun without PMI
+        {"-c|@/good.json", "SLURM_STEP_NUM_TASKS=2", -1, "world=1 steps=5"},
         {"-c|@/good.json", "WORLD_SIZE=x", -1, "note: the environment variable WORLD_SIZE = \"x\" is no number of ranks; ignored"},
         {"-c|@/good.json", "WORLD_SIZE=1|LOCAL_RANK=2", -1, "local_rank=2"},
         {"-c|@/good.json", "OMPI_COMM_WORLD_LOCAL_RANK=1|LOCAL_RANK=2", 2, "unset one of them"},
