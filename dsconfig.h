@@ -21,6 +21,7 @@
 #define CONFIG_OVERRIDE_MAX (1 << 16)
 #define CONFIG_KEY_ROOM 512        // rows that the table may have
 #define CONFIG_VERSION "0.1"
+#define CONFIG_WORLDS_MAX 64       // rows of --plan
 
 typedef enum { OPTIMIZER_ADAMW, OPTIMIZER_LION, OPTIMIZER_SGD } OptimizerType; // "Adam" is ADAMW with adam_w_mode
 typedef enum {
@@ -162,7 +163,7 @@ typedef struct {
     int32_t line;   // in the file; 0 = not there
 } ConfigKeyState;
 
-typedef struct {
+typedef struct Config {
     BatchConfig batch;
     ModelConfig model;
     OptimizerConfig optimizer;
@@ -188,12 +189,18 @@ typedef struct {
     char load_dir[CONFIG_PATH_MAX];         // --load_dir DIR, "" = checkpoint.load_path, else where this run saves
     char load_tag[CONFIG_NAME_MAX];         // --load_tag TAG, "" = newest
     int64_t world, local_rank;              // ranks of this job, and this one's number on its host
-    ConfigKeyState key[CONFIG_KEY_ROOM];    // of each row of the table; last, so that two configurations can be compared up to here
+    bool plan;                              // --plan [RANKS]: this is the first of a list of configurations, by world
+    double device_memory;                   // --device-memory GIB, 0 = that of the device that is here
+    ConfigKeyState key[CONFIG_KEY_ROOM];    // of each row of the table; two configurations can be compared up to here
+    // Of --plan's list
+    bool refused;                           // for this world; every problem was told
+    bool batch_follows;                     // train_batch_size as given does not fit this world, and was worked out anew
+    struct Config *next_world;
 } Config;
 
 // Reads the command line, the file that it names and its overrides. Lists every problem on stderr and ends with
-// EXIT_CONFIG when there is one. --help, --version, --help-config and --check-config print and end with 0. The result
-// is never null and belongs to the caller (free it).
+// EXIT_CONFIG when there is one. The result belongs to the caller (config_free); it is null when --help, --version, --help-config
+// or --check-config have printed what they were asked for.
 static Config *config_load(int argc, char **argv);
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -1193,6 +1200,9 @@ static void config_print_usage(FILE *out) {
             "  key.path=value           overrides the file; the prefix train_gpt. may be left out: run.steps=100 data.train=book.txt\n"
             "  --check-config           check everything, print the table of effective values with their origins, train nothing\n"
             "  --world N                with --check-config: check for N ranks\n"
+            "  --plan [RANKS]           print the memory that a rank needs, by kind, and train nothing; no device, data or launcher is needed.\n"
+            "                           RANKS is a list of numbers of ranks, a row each: --plan 1,2,4,8\n"
+            "  --device-memory GIB      with --plan: what a device has, instead of the one that is here\n"
             "  --help-config            print all keys\n"
             "  --strict                 refuse keys that have no effect, instead of noting them\n"
             "  --generate \"PROMPT\"      print a continuation of PROMPT by the newest checkpoint\n"
@@ -1301,36 +1311,65 @@ static int64_t config_environment_rank(const char *openmpi, const char *other) {
 // What the command line says besides the configuration.
 typedef struct {
     const char *file;         // "" = none, "-" = standard input, "base64:..."
-    const char **override;    // as many as n_overrides
+    const char **override;    // as many as n_overrides, and room for one more
     int n_overrides;
-    bool strict, check, world_given, generate;
+    bool strict, check, plan, world_given, generate;
     const char *prompt, *export_dir, *load_dir, *load_tag;
-    int64_t world, local_rank;
+    int64_t world[CONFIG_WORLDS_MAX], local_rank;
+    int n_worlds;             // more than one only with plan
+    double device_memory;     // GiB
+    void (*print)(FILE *out); // instead of everything else
 } CommandLine;
 
-__attribute__((noreturn)) static void config_leave(void) { // after what was asked for is printed
-    fflush(stdout);
-    exit(EXIT_OK);
+static void config_print_version(FILE *out) { fprintf(out, "train_gpt %s\n", CONFIG_VERSION); }
+
+// "1,2,4": numbers of ranks. False if it is no such list.
+static bool config_read_worlds(const char *text, int64_t *world, int *n) {
+    *n = 0;
+    for (const char *at = text;; at++) {
+        char number[16];
+        size_t digits = strcspn(at, ",");
+        if (digits == 0 || digits >= sizeof number || *n == CONFIG_WORLDS_MAX) return false;
+        memcpy(number, at, digits);
+        number[digits] = 0;
+        if (!config_read_int(number, 1, 1000000, &world[(*n)++])) return false;
+        at += digits;
+        if (!*at) return true;
+    }
 }
 
 static CommandLine config_read_arguments(int argc, char **argv) {
     CommandLine l = {};
     const char *value;
     l.file = l.prompt = l.export_dir = l.load_dir = l.load_tag = "";
-    l.override = (const char **)host_alloc((size_t)argc * sizeof *l.override);
-    l.world = config_world();
+    l.override = (const char **)host_alloc(((size_t)argc + 1) * sizeof *l.override);
+    l.world[0] = config_world();
+    l.n_worlds = 1;
     l.local_rank = config_environment_rank("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK");
     for (int i = 1; i < argc; i++) {
         char shown[200];
         const char *arg = argv[i];
         text_escape(shown, sizeof shown, arg, strlen(arg));
         bool bare_deepspeed = strcmp(arg, "--deepspeed") == 0 && (i + 1 == argc || argv[i + 1][0] == '-' || strchr(argv[i + 1], '='));
-        if (strcmp(arg, "--help") == 0 || strcmp(arg, "-h") == 0) { config_print_usage(stdout); config_leave(); }
-        else if (strcmp(arg, "--version") == 0) { printf("train_gpt %s\n", CONFIG_VERSION); config_leave(); }
-        else if (strcmp(arg, "--help-config") == 0) { config_print_help(stdout); config_leave(); }
-        else if (strcmp(arg, "--check-config") == 0) l.check = true;
+        if (strcmp(arg, "--help") == 0 || strcmp(arg, "-h") == 0) l.print = config_print_usage;
+        else if (strcmp(arg, "--version") == 0) l.print = config_print_version;
+        else if (strcmp(arg, "--help-config") == 0) l.print = config_print_help;
+        if (l.print) return l;
+        if (strcmp(arg, "--check-config") == 0) l.check = true;
         else if (strcmp(arg, "--strict") == 0) l.strict = true;
-        else if (strcmp(arg, "--plan") == 0 || strcmp(arg, "--inspect") == 0) die_alike(EXIT_CONFIG, "%s: not built yet; remove it", shown);
+        else if (strcmp(arg, "--inspect") == 0) die_alike(EXIT_CONFIG, "%s: not built yet; remove it", shown);
+        else if (strcmp(arg, "--plan") == 0 && (i + 1 == argc || argv[i + 1][0] < '0' || argv[i + 1][0] > '9')) l.plan = true; // for the ranks that are here
+        else if (config_option(argc, argv, &i, "--plan", &value)) {
+            if (!config_read_worlds(value, l.world, &l.n_worlds))
+                die_alike(EXIT_CONFIG, "--plan takes numbers of ranks with commas between them, 1 to 1000000, at most %d of them: --plan 1,2,4,8", CONFIG_WORLDS_MAX);
+            l.plan = true;
+        }
+        else if (config_option(argc, argv, &i, "--device-memory", &value)) {
+            char *end;
+            l.device_memory = value ? strtod(value, &end) : 0;
+            if (!(l.device_memory > 0) || !isfinite(l.device_memory) || *end)
+                die_alike(EXIT_CONFIG, "--device-memory needs a number of GiB after it, such as 80");
+        }
         else if (bare_deepspeed) note("--deepspeed without a file has no effect; name the configuration after it, or with -c");
         else if (config_option(argc, argv, &i, "-c", &value) || config_option(argc, argv, &i, "--config", &value) ||
                  config_option(argc, argv, &i, "--deepspeed_config", &value) || config_option(argc, argv, &i, "--deepspeed", &value))
@@ -1347,13 +1386,15 @@ static CommandLine config_read_arguments(int argc, char **argv) {
             if (!config_read_int(value, 0, 1000000, &l.local_rank)) die_alike(EXIT_CONFIG, "%s: --local_rank needs a number after it", shown);
         }
         else if (config_option(argc, argv, &i, "--world", &value)) {
-            if (!config_read_int(value, 1, 1000000, &l.world)) die_alike(EXIT_CONFIG, "%s: --world needs a number of ranks after it, 1 to 1000000", shown);
+            if (!config_read_int(value, 1, 1000000, &l.world[0])) die_alike(EXIT_CONFIG, "%s: --world needs a number of ranks after it, 1 to 1000000", shown);
             l.world_given = true;
         }
         else if (arg[0] == '-') die_alike(EXIT_CONFIG, "%s is no option%s; see --help", shown, strchr(arg, '=') ? " (overrides such as run.steps=100 have no dashes)" : "");
         else l.override[l.n_overrides++] = arg;
     }
-    if (l.world_given && !l.check) die_alike(EXIT_CONFIG, "--world belongs to --check-config; start the ranks with a launcher, such as mpirun");
+    if (l.world_given && !l.check) die_alike(EXIT_CONFIG, "--world belongs to --check-config; start the ranks with a launcher, such as mpirun, or say --plan RANKS");
+    if (l.device_memory > 0 && !l.plan) die_alike(EXIT_CONFIG, "--device-memory belongs to --plan");
+    if (l.plan && (l.check || l.generate || l.export_dir[0])) die_alike(EXIT_CONFIG, "--plan and %s cannot be in one run; give one of them", l.check ? "--check-config" : l.generate ? "--generate" : "--export");
     if (l.generate && l.export_dir[0]) die_alike(EXIT_CONFIG, "--generate and --export cannot be in one run; give one of them");
     if (l.load_tag[0] && !config_tag_valid(l.load_tag))
         die_alike(EXIT_CONFIG, "--load_tag: a tag has letters, digits, '.', '_' and '-', and begins with neither '.' nor '-'");
@@ -1405,33 +1446,67 @@ static void config_tell(const ConfigReport *report, bool trains) {
     _exit(EXIT_CONFIG);
 }
 
-static Config *config_load(int argc, char **argv) {
-    CommandLine l = config_read_arguments(argc, argv);
+static void config_free(Config *config) {
+    for (Config *next; config; config = next) {
+        next = config->next_world;
+        free(config);
+    }
+}
+
+// What the command line and the text say for `world` ranks. Ends the program when it is refused, but for the later worlds of a plan.
+static Config *config_for_world(CommandLine *l, const char *text, int64_t length, const char *name, int64_t world, bool first) {
     Config *config = (Config *)host_alloc(sizeof *config);
     ConfigReport report = {};
-    const char *name;
-    int64_t length;
-    char *text = config_read_source(&l, &name, &length);
-    config_parse(text, length, name, l.override, l.n_overrides, l.world, l.strict, config, &report);
-    free(text);
-    free(l.override);
+    config_parse(text, length, name, l->override, l->n_overrides, world, l->strict, config, &report);
+    // A plan may ask for worlds that the file was not written for: there micro-batch and accumulation hold.
+    if (l->plan && config_refusals(&report) > 0 && config_given(config, "train_micro_batch_size_per_gpu") && config_given(config, "train_batch_size")) {
+        l->override[l->n_overrides] = "train_batch_size=auto";
+        config_report_free(&report);
+        config_parse(text, length, name, l->override, l->n_overrides + 1, world, l->strict, config, &report);
+        config->batch_follows = true;
+    }
     const struct { const char *option; char *dst; size_t room; const char *value; } texts[] = {
-        {"-c", config->file, sizeof config->file, strncmp(l.file, "base64:", 7) == 0 ? "base64" : l.file},
-        {"--generate", config->generate_prompt, sizeof config->generate_prompt, l.prompt},
-        {"--export", config->export_dir, sizeof config->export_dir, l.export_dir},
-        {"--load_dir", config->load_dir, sizeof config->load_dir, l.load_dir},
-        {"--load_tag", config->load_tag, sizeof config->load_tag, l.load_tag},
+        {"-c", config->file, sizeof config->file, strncmp(l->file, "base64:", 7) == 0 ? "base64" : l->file},
+        {"--generate", config->generate_prompt, sizeof config->generate_prompt, l->prompt},
+        {"--export", config->export_dir, sizeof config->export_dir, l->export_dir},
+        {"--load_dir", config->load_dir, sizeof config->load_dir, l->load_dir},
+        {"--load_tag", config->load_tag, sizeof config->load_tag, l->load_tag},
     };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         if (strlen(texts[i].value) >= texts[i].room) die_alike(EXIT_CONFIG, "%s: the value is longer than %zu bytes; shorten it", texts[i].option, texts[i].room - 1);
         strcpy(texts[i].dst, texts[i].value);
     }
-    config->generate = l.generate;
-    config->local_rank = l.local_rank;
+    config->generate = l->generate;
+    config->local_rank = l->local_rank;
+    config->plan = l->plan;
+    config->device_memory = l->device_memory;
     config_apply_environment(config);
-    config_tell(&report, !l.generate && !l.export_dir[0]);
+    if (first) config_tell(&report, !l->generate && !l->export_dir[0] && !l->plan);
+    config->refused = config_refusals(&report) > 0; // only a later world comes here so
+    for (int i = 0; i < report.count && config->refused && message_rank == 0; i++)
+        if (report.message[i].kind == CONFIG_PROBLEM || report.message[i].kind == CONFIG_UNBUILT) fprintf(stderr, "%" PRId64 " ranks: %s\n", world, report.message[i].text);
     config_report_free(&report);
-    if (l.check || config->dump_state) config_print_table(stdout, config);
-    if (l.check) config_leave();
     return config;
+}
+
+static Config *config_load(int argc, char **argv) {
+    CommandLine l = config_read_arguments(argc, argv);
+    const char *name;
+    int64_t length;
+    if (l.print) {
+        if (message_rank == 0) l.print(stdout);
+        fflush(stdout);
+        free(l.override);
+        return NULL;
+    }
+    char *text = config_read_source(&l, &name, &length);
+    Config *config = config_for_world(&l, text, length, name, l.world[0], true), *last = config;
+    for (int i = 1; i < l.n_worlds; i++) last = last->next_world = config_for_world(&l, text, length, name, l.world[i], false);
+    free(text);
+    free(l.override);
+    if ((l.check || (config->dump_state && !l.plan)) && message_rank == 0) config_print_table(stdout, config);
+    if (!l.check) return config;
+    fflush(stdout);
+    config_free(config);
+    return NULL;
 }

@@ -234,6 +234,9 @@ typedef struct {
     bool stop, save;    // some rank was asked to
 } OptimizerStats;
 
+// What optimizer_init allocates in the backend's memory; the states of the rule are zero's.
+static int64_t optimizer_bytes(void) { return SUM_COUNT * (int64_t)sizeof(double) + (int64_t)sizeof(UpdateControl); }
+
 static void optimizer_init(Optimizer *o, const Config *cfg, Stream stream) {
     memset(o, 0, sizeof *o);
     o->cfg = cfg;

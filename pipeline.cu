@@ -47,10 +47,13 @@ static const char *pipeline_validate(const Pipeline *p) {
     return wrong;
 }
 
+// Micro-batches in flight at once: with one stage each goes backward before the next is loaded.
+static int pipeline_n_slots(void) { return 1; }
+
 static void pipeline_init(Pipeline *p, int n_micro_batches) {
     memset(p, 0, sizeof *p);
     p->n_micro_batches = n_micro_batches;
-    p->n_slots = 1;
+    p->n_slots = pipeline_n_slots();
     p->prog = (Instr *)host_alloc(sizeof(Instr) * (size_t)n_micro_batches * 3);
     for (int mb = 0; mb < n_micro_batches; mb++) {
         static const Op ops[] = {OP_LOAD, OP_FWD, OP_BWD};

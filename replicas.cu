@@ -15,6 +15,9 @@ typedef struct {
     uint64_t *hash, *host_hash; // (n_units) in the backend's memory, and a pinned copy; made when first needed
 } Replicas;
 
+// What the check allocates on the device.
+static int64_t replicas_bytes(const Model *m, int ranks) { return ranks > 1 ? m->table.n_units * (int64_t)sizeof(uint64_t) : 0; }
+
 static void replicas_free(Replicas *r) {
     device_free(r->hash);
     pinned_free(r->host_hash);
@@ -94,7 +97,7 @@ static void replicas_check(Replicas *r, Zero *z, int64_t step) {
     int n = z->model->table.n_units;
     if (z->gather_group.size == 1) return;
     if (!r->hash) {
-        r->hash = (uint64_t *)device_malloc(n * 8);
+        r->hash = (uint64_t *)device_malloc(replicas_bytes(z->model, z->gather_group.size));
         r->host_hash = (uint64_t *)pinned_malloc(n * 8);
     }
     device_memset(r->hash, 0, n * 8, z->stream);

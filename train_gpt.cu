@@ -135,7 +135,7 @@ static StepStats train_step(Trainer *t) {
 
 static void train(Trainer *t) {
     const RunConfig *run = &t->cfg->run;
-    if (t->grid.rank == 0) trainer_print_start(t);
+    trainer_print_start(t);
     int64_t saved_at = -1;
     if (trainer_load(t)) saved_at = t->step;
     else trainer_init_weights(t);
@@ -157,6 +157,7 @@ static void train(Trainer *t) {
         StepStats s = train_step(t);
         if (t->grid.rank == 0) metrics_step(&t->metrics, &s);
         note_stragglers();
+        if (t->step == start_step + 1) tell_memory(t); // all that grows when it is first used has grown
 
         // once in a while: show what the model writes
         if (due(t->step, run->sample_every)) generate_text(t, run->sample_prompt, run->sample_tokens, (uint64_t)(run->seed + t->step));
@@ -172,6 +173,7 @@ static void train(Trainer *t) {
     if (stopped && t->grid.rank == 0) printf("signal %s: update %" PRId64 " is finished, saving\n", stop_signal ? strsignal(stop_signal) : "to another rank", t->step);
     if (!stopped && t->has_val && run->eval_every > 0) evaluate_and_log(t);
     if (saved_at != t->step) save(t, true);
+    tell_memory(t);
     if (t->grid.rank > 0) return;
 
     char time[32];
@@ -190,7 +192,13 @@ int main(int argc, char **argv) {
     CommWorld world = comm_start();
     message_rank = world.rank;
     cores_take_share(world);
-    Config *cfg = config_load(argc, argv); // JSON to structs, or the list of what is wrong and exit 2
+    Config *cfg = config_load(argc, argv); // JSON to structs, or the list of what is wrong and exit 2; null after --help and the like
+    if (!cfg || cfg->plan) {
+        int code = cfg ? plan_print(cfg) : EXIT_OK;
+        config_free(cfg);
+        comm_finish(); // or mpirun would take this for a crash
+        return code;
+    }
     if (cfg->world != world.world)
         die_alike(EXIT_CONFIG, "the environment speaks of %" PRId64 " ranks, but %d found each other; leave the variables of one launcher only", cfg->world, world.world);
     configurations_agree(cfg);
@@ -200,7 +208,7 @@ int main(int argc, char **argv) {
     if (trainer_only_reads(cfg)) run_reader(&t);
     else train(&t);
     trainer_free(&t);
-    free(cfg);
+    config_free(cfg);
     watch_announce(WATCH_END, 60);
     comm_finish();
     watch_goodbye();

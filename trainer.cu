@@ -21,6 +21,7 @@
 #include "replicas.cu"          // are the ranks' copies of the weights equal?
 #include "checkpoint.cu"        // save and resume
 #include "huggingface.cu"       // import and export of model folders
+#include "planner.cu"           // memory by kind, before it is allocated
 #include <omp.h>
 #include <sched.h>
 #include <signal.h>
@@ -33,6 +34,7 @@ typedef struct {
     Model model;
     Zero zero;
     ActStore acts;
+    MemoryUse planned;       // for this rank
     Pipeline pipe;
     int *train_uses, *eval_uses; // units in the order in which an update, or a forward pass, fetches them
     int n_train_uses, n_eval_uses;
@@ -189,26 +191,6 @@ static const char *trainer_load_dir(const Config *cfg, char *room, size_t size) 
     return cfg->checkpoint.load_path[0] ? cfg->checkpoint.load_path : trainer_save_dir(cfg, room, size);
 }
 
-// Completes the model's sizes from the folder that it starts from, and checks what only the whole can tell.
-static void trainer_resolve_model(Config *cfg) {
-    ModelConfig *m = &cfg->model;
-    bool tied = m->tie_word_embeddings;
-    if (m->init_from[0]) hf_config_read(m->init_from, m);
-    if (tied != m->tie_word_embeddings && config_given(cfg, "train_gpt.model.tie_word_embeddings"))
-        die_alike(EXIT_CONFIG, "train_gpt.model.tie_word_embeddings = %s: the model in model.init_from has a head that is %s; remove the key", tied ? "true" : "false", tied ? "not tied" : "tied");
-    if (m->n_inner == 0) m->n_inner = 4 * m->n_embd;
-    if (cfg->run.seq_len == 0) cfg->run.seq_len = m->n_positions;
-    if (cfg->run.seq_len > m->n_positions)
-        die_alike(EXIT_CONFIG, "train_gpt.run.seq_len = %" PRId64 ": the model has %" PRId64 " positions; lower seq_len or raise model.n_positions", cfg->run.seq_len, m->n_positions);
-    if (m->n_embd % m->n_head != 0)
-        die_alike(EXIT_CONFIG, "train_gpt.model.n_embd = %" PRId64 ": not divisible by n_head = %" PRId64 "; change one of them", m->n_embd, m->n_head);
-    int64_t HS = m->n_embd / m->n_head;
-    if (KERNELS_ON_GPU && (HS % 8 != 0 || HS > 128))
-        die_alike(EXIT_CONFIG, "train_gpt.model.n_embd / n_head = %" PRId64 ": the GPU's attention takes head sizes that are multiples of 8 up to 128; change n_head", HS);
-    if (cfg->batch.vocabulary_size && cfg->batch.vocabulary_size != m->vocab_size)
-        die_alike(EXIT_CONFIG, "vocabulary_size = %" PRId64 ": the model's vocabulary has %" PRId64 " tokens; remove the key or make them equal", cfg->batch.vocabulary_size, m->vocab_size);
-}
-
 static void trainer_open_data(Trainer *t) {
     const Config *cfg = t->cfg;
     const DataConfig *d = &cfg->data;
@@ -232,7 +214,43 @@ static void print_table_row(const char *what, const char *format, ...) {
     va_end(args);
 }
 
+// Bytes of the rank that has most, figure by figure. others: what the device says is in use beyond our own allocations (its
+// context, libraries, other programs); -1 on the CPU, where that would be the whole machine.
+typedef struct {
+    double planned[MEMORY_KINDS], planned_total, allocated, peak, others;
+} MemoryReport;
+
+// All ranks call it.
+static MemoryReport trainer_memory(const Trainer *t) {
+    DeviceInfo d = device_info();
+    MemoryReport r;
+    for (int k = 0; k < MEMORY_KINDS; k++) r.planned[k] = (double)t->planned.bytes[k];
+    r.planned_total = (double)memory_total(&t->planned);
+    r.allocated = (double)device_allocated_bytes();
+    r.peak = (double)device_peak_bytes();
+    r.others = d.is_gpu ? (double)(d.memory_bytes - device_free_bytes()) - r.allocated : -1;
+    comm_host_all_reduce((double *)&r, sizeof r / sizeof(double), COMM_MAX);
+    return r;
+}
+
+// Plan and truth so far, on the console and in the log.
+static void tell_memory(Trainer *t) {
+    MemoryReport r = trainer_memory(t);
+    if (t->grid.rank > 0) return;
+    double mib = 1024.0 * 1024.0;
+    char kinds[512] = "", others[32];
+    for (int k = 0; k < MEMORY_KINDS; k++) snprintf(kinds + strlen(kinds), sizeof kinds - strlen(kinds), ",\"%s\":%.0f", memory_names[k], r.planned[k]);
+    metrics_log(&t->metrics, "{\"event\":\"memory\",\"at_step\":%" PRId64 "%s,\"planned\":%.0f,\"peak\":%.0f,\"others\":%s}", t->step, kinds, r.planned_total, r.peak,
+                json_number(others, sizeof others, r.others < 0 ? NAN : r.others));
+    printf("memory: at most %.1f MiB a rank allocated, %.1f planned", r.peak / mib, r.planned_total / mib);
+    if (r.others >= 0) printf("; others use %.1f of the device", r.others / mib);
+    putchar('\n');
+    fflush(stdout);
+}
+
 static void trainer_print_start(const Trainer *t) {
+    MemoryReport memory = trainer_memory(t);
+    if (t->grid.rank > 0) return;
     const Config *cfg = t->cfg;
     const ModelConfig *m = &t->model.c;
     DeviceInfo d = device_info();
@@ -250,10 +268,11 @@ static void trainer_print_start(const Trainer *t) {
                         cfg->optimizer.weight_decay, cfg->gradient_clipping, cfg->gradient_clipping > 0 ? "" : " (off)", t->zero.opt.stage, t->zero.gather_group.size, t->zero.gather_group.size == 1 ? "" : "s");
         print_table_row("data", "%" PRId64 " tokens, %" PRId64 " samples an epoch, %s", t->train.total_tokens, t->train.samples_per_epoch, cfg->data.shuffle ? "shuffled" : "in file order");
     }
-    const int64_t *bytes = t->zero.allocated.bytes;
-    print_table_row("memory (MiB)", "weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, shared buffers %.1f, activations %.1f; allocated on the device %.1f", (double)bytes[MEMORY_WEIGHTS] / mib,
-                    (double)bytes[MEMORY_MASTERS] / mib, (double)bytes[MEMORY_GRADIENTS] / mib, (double)bytes[MEMORY_OPTIMIZER_STATES] / mib, (double)bytes[MEMORY_BUFFERS] / mib,
-                    (double)t->acts.allocated / mib, (double)device_allocated_bytes() / mib);
+    const double *bytes = memory.planned;
+    print_table_row("memory (MiB)", "%.1f a rank: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, buffers %.1f, activations %.1f, scratch %.1f", memory.planned_total / mib,
+                    bytes[MEMORY_WEIGHTS] / mib, bytes[MEMORY_MASTERS] / mib, bytes[MEMORY_GRADIENTS] / mib, bytes[MEMORY_OPTIMIZER_STATES] / mib, bytes[MEMORY_BUFFERS] / mib,
+                    bytes[MEMORY_ACTIVATIONS] / mib, bytes[MEMORY_SCRATCH] / mib);
+    if (memory.others >= 0) print_table_row("", "beside it others use %.1f of the device: its context, libraries, other programs", memory.others / mib);
     fflush(stdout);
 }
 
@@ -273,7 +292,7 @@ static void trainer_list_uses(Trainer *t) {
         if (t->pipe.prog[i].op != OP_LOAD) t->n_train_uses = list_pass(table, t->pipe.prog[i].op == OP_FWD, t->train_uses, t->n_train_uses);
 }
 
-// Everything but data and files: what a test needs, too. with_backward false: for sampling and export.
+// Everything but data and files: what a test needs, too. cfg is resolved. with_backward false: for sampling and export.
 static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool with_backward, int64_t B) {
     memset(t, 0, sizeof *t);
     t->cfg = cfg;
@@ -285,9 +304,9 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     t->reduce_group = comm_group_create(ranks, grid.zero_size);
     free(ranks);
     t->stream = stream_create();
-    trainer_resolve_model(cfg);
     model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, t->stream);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
+    t->planned = plan_memory(cfg, &t->model, grid, B, with_backward);
     zero_init(&t->zero, &t->model, zero_options(&cfg->zero), t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
     trainer_list_uses(t);
     ActLayout acts = {&t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward};
@@ -312,7 +331,7 @@ static void trainer_init_weights(Trainer *t) {
 static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     bool reads = trainer_only_reads(cfg);
     GridAxes axes = {1, world.world, 1, 1};
-    trainer_resolve_model(cfg);
+    resolve_model(cfg);
     device_init(world.local_rank);
     config_fit_device(cfg, device_info().compute_capability);
     trainer_init_core(t, cfg, grid_make(world.rank, axes), !reads, reads ? 1 : cfg->batch.train_micro_batch_size_per_gpu);

@@ -147,7 +147,7 @@ typedef struct {
     int64_t param_buffer_bytes, grad_buffer_bytes; // of each buffer in the pools: any block fits
     int64_t bucket_limit;       // elements
     int64_t wire_bytes;         // a bucket in a communication_data_type of 16 bits
-    int64_t staging_numel;      // fp32
+    int64_t staging_numel;      // fp32, of the largest unit
     MemoryUse bytes;            // all of it, by kind
 } ZeroLayout;
 
@@ -174,7 +174,7 @@ typedef struct {
     int *bucket;
     int n_bucket;
     int64_t bucket_numel, bucket_limit;
-    float *staging;        // (whole of the largest unit) for tensors on their way in or out; made when first needed
+    float *staging;        // (ZeroLayout.staging_numel) for tensors on their way out
     char *wire;            // (ZeroLayout.wire_bytes) the gradients of a bucket, rounded for their way; null where they travel in fp32
     ZeroLayout layout;
     MemoryUse allocated;   // on this rank, so far
@@ -325,6 +325,7 @@ static void zero_init_pools(Zero *z) {
         event_record(z->grad_pool[i].reduced, z->reduce_stream);
     }
     z->wire = (char *)zero_alloc(z, l->wire_bytes, MEMORY_BUFFERS);
+    z->staging = (float *)zero_alloc(z, l->staging_numel * 4, MEMORY_BUFFERS); // now: a save must not be the first to find no memory
 }
 
 // gather_group and reduce_group hold the same ranks. n_states: of the optimizer, 0 without gradients.
@@ -695,7 +696,6 @@ static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
     const float *part = kind == STATE_MASTER ? s->master : kind == STATE_GRAD ? grad : s->state[kind - STATE_OPTIMIZER_0], *whole = part;
     CHECK(part, "state %d is not there", (int)kind);
     if (z->gather_group.size > 1 && zero_shards_updates(z)) {
-        if (!z->staging) z->staging = (float *)zero_alloc(z, z->layout.staging_numel * 4, MEMORY_BUFFERS);
         event_record(z->computed, z->gather_stream);
         stream_wait_event(z->stream, z->computed); // the group's channel is free
         comm_all_gather(z->gather_group, z->staging, part, s->shard_numel, DTYPE_FP32, z->stream);

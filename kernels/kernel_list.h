@@ -105,3 +105,7 @@ void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs ar
 // SGD: g += wd*w; if momentum != 0: m = first_update ? g : momentum m + (1-dampening) g; g = nesterov ? g + momentum m : m;
 // w -= lr g. momentum_buffer is not given when momentum is 0.
 void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, const UpdateControl *control, Stream stream);
+
+// Device memory, in bytes, that the kernels above keep for themselves when a model of these sizes trains: scratch of one stream.
+// At most; a kernel that wants more than it did is wrong here. Needs no device.
+int64_t scratch_bytes(int64_t B, int64_t T, int64_t C, int64_t NH);

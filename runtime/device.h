@@ -23,6 +23,10 @@ typedef struct {
     int threads;             // CPU threads that kernels may use
 } DeviceInfo;
 
+// What device `index` of this host is, without using it. False: there is none, or its driver does not answer. A planner needs no
+// more, and may be called before device_init or without it.
+bool device_probe(int index, DeviceInfo *info);
+
 // Picks device `index` of this host and checks that driver, runtime and GPU fit together. Call once, first.
 void device_init(int index);
 DeviceInfo device_info(void);
@@ -32,6 +36,8 @@ void device_free(void *p);
 void *pinned_malloc(int64_t bytes);       // host memory that copies to and from the device can run beside computation
 void pinned_free(void *p);
 int64_t device_allocated_bytes(void);     // by device_malloc, now
+int64_t device_peak_bytes(void);          // the most that this was since the last device_peak_reset
+void device_peak_reset(void);             // the peak is what is allocated now
 int64_t device_free_bytes(void);          // what the device says is still free
 
 Stream stream_create(void);

@@ -14,7 +14,7 @@
 
 // Private state of this file: what device_init found, and bytes handed out (atomic: loader threads allocate too).
 static DeviceInfo device_cpu;
-static int64_t device_cpu_allocated;
+static int64_t device_cpu_allocated, device_cpu_peak;
 
 // ---------------------------------------------------------------------------------------------------------------
 // What machine is this
@@ -115,14 +115,19 @@ static void memory_now(int64_t *limit, int64_t *available) {
     *available = bytes[1];
 }
 
-void device_init(int index) {
+bool device_probe(int index, DeviceInfo *info) {
     (void)index; // ranks of one host share its CPU
     int64_t available;
-    memset(&device_cpu, 0, sizeof device_cpu);
+    memset(info, 0, sizeof *info);
     char model[256];
     if (!proc_field("/proc/cpuinfo", "model name", model, sizeof model)) snprintf(model, sizeof model, "CPU");
-    text_escape(device_cpu.name, sizeof device_cpu.name, model, strlen(model));
-    memory_now(&device_cpu.memory_bytes, &available);
+    text_escape(info->name, sizeof info->name, model, strlen(model));
+    memory_now(&info->memory_bytes, &available);
+    return true;
+}
+
+void device_init(int index) {
+    device_probe(index, &device_cpu);
     int64_t processors = omp_get_max_threads();
     if (!getenv("OMP_NUM_THREADS")) cgroup_each("cpu", look_at_cpu, &processors); // threads beyond the quota would only wait for each other
     processors = min_i64(processors, 4 * (int64_t)omp_get_num_procs()); // a slip in OMP_NUM_THREADS must not end in libgomp's memory
@@ -320,6 +325,8 @@ void *device_malloc(int64_t bytes) {
             "ulimit -v); lower train_micro_batch_size_per_gpu, run.seq_len or the model's size",
             (double)bytes * 1e-9, (double)before * 1e-9, (double)device_cpu.memory_bytes * 1e-9);
     memcpy(p, &bytes, sizeof bytes);
+    int64_t peak = __atomic_load_n(&device_cpu_peak, __ATOMIC_RELAXED);
+    while (peak < before + bytes && !__atomic_compare_exchange_n(&device_cpu_peak, &peak, before + bytes, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 #ifdef DEBUG
     memset(p + DEVICE_ALIGNMENT, 0xff, (size_t)bytes); // NaN in every element type: reading what nobody wrote shows
 #endif
@@ -341,6 +348,8 @@ void device_free(void *p) {
 void *pinned_malloc(int64_t bytes) { return host_alloc((size_t)bytes); }
 void pinned_free(void *p) { free(p); }
 int64_t device_allocated_bytes(void) { return __atomic_load_n(&device_cpu_allocated, __ATOMIC_RELAXED); }
+int64_t device_peak_bytes(void) { return __atomic_load_n(&device_cpu_peak, __ATOMIC_RELAXED); }
+void device_peak_reset(void) { __atomic_store_n(&device_cpu_peak, device_allocated_bytes(), __ATOMIC_RELAXED); }
 
 int64_t device_free_bytes(void) {
     int64_t limit, available;

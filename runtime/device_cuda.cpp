@@ -17,6 +17,28 @@ static DeviceInfo info;
 // ---------------------------------------------------------------------------------------------------------------
 // The device
 
+static DeviceInfo device_of(const cudaDeviceProp *properties) {
+    DeviceInfo d;
+    memset(&d, 0, sizeof d);
+    text_escape(d.name, sizeof d.name, properties->name, strlen(properties->name));
+    d.is_gpu = true;
+    d.compute_capability = properties->major * 10 + properties->minor;
+    d.memory_bytes = (int64_t)properties->totalGlobalMem;
+    return d;
+}
+
+bool device_probe(int index, DeviceInfo *found) {
+    int count = 0;
+    cudaDeviceProp properties;
+    memset(found, 0, sizeof *found);
+    if (cudaGetDeviceCount(&count) != cudaSuccess || index < 0 || index >= count || cudaGetDeviceProperties(&properties, index) != cudaSuccess) {
+        cudaGetLastError(); // forgotten
+        return false;
+    }
+    *found = device_of(&properties);
+    return true;
+}
+
 void device_init(int index) {
     int driver = 0, runtime = 0, count = 0;
     cudaCheck(cudaRuntimeGetVersion(&runtime));
@@ -50,13 +72,9 @@ void device_init(int index) {
     if (error != cudaSuccess)
         die(EXIT_CONFIG, "GPU %d cannot be used: CUDA error %d, %s; is another process holding it, or its memory?", index, (int)error, cudaGetErrorString(error));
 
-    memset(&info, 0, sizeof info);
-    text_escape(info.name, sizeof info.name, properties.name, strlen(properties.name));
-    info.is_gpu = true;
-    info.compute_capability = properties.major * 10 + properties.minor;
+    info = device_of(&properties);
     info.driver_version = driver;
     info.runtime_version = runtime;
-    info.memory_bytes = (int64_t)properties.totalGlobalMem;
     info.threads = (int)min_i64(omp_get_max_threads(), 4 * (int64_t)omp_get_num_procs()); // a slip in OMP_NUM_THREADS must not end in libgomp's memory
     omp_set_num_threads(info.threads);
 }
@@ -72,7 +90,7 @@ typedef struct {
 } Piece;
 
 static Piece *pieces;
-static int64_t n_pieces, pieces_room, allocated_bytes;
+static int64_t n_pieces, pieces_room, allocated_bytes, peak_bytes;
 
 void *device_malloc(int64_t bytes) {
     void *p = NULL;
@@ -93,6 +111,7 @@ void *device_malloc(int64_t bytes) {
     pieces[n_pieces].data = p;
     pieces[n_pieces++].bytes = bytes;
     allocated_bytes += bytes;
+    peak_bytes = max_i64(peak_bytes, allocated_bytes);
     return p;
 }
 
@@ -122,6 +141,8 @@ void pinned_free(void *p) {
 }
 
 int64_t device_allocated_bytes(void) { return allocated_bytes; }
+int64_t device_peak_bytes(void) { return peak_bytes; }
+void device_peak_reset(void) { peak_bytes = allocated_bytes; }
 
 int64_t device_free_bytes(void) {
     size_t free_bytes = 0, total = 0;

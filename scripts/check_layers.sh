@@ -27,7 +27,7 @@ runtime/watch_state.h>runtime/watch.h runtime/watch_state.h>runtime/flight.h run
 runtime/watch_peers.h>runtime/watch_exit.h runtime/watch_progress.h>runtime/watch_state.h
 runtime/star.h>runtime/comm.h runtime/agree.h>runtime/comm.h runtime/rendezvous.h>runtime/star.h runtime/dataloader.h>runtime/shards.h
 dsconfig.h>dsconfig_keys.h dsconfig.h>dsconfig_rules.h checkpoint.cu>checkpoint_format.cu
-zero.cu>offload.cu evaluate.cu>trainer.cu model.cu>tensor_parallel.cu
+zero.cu>offload.cu planner.cu>huggingface.cu evaluate.cu>trainer.cu model.cu>tensor_parallel.cu
 '
 
 declare -A layer_of

@@ -146,6 +146,11 @@ for r in updates:
 assert abs(updates[0]["loss"] - math.log(256)) < 0.2, f"first loss {updates[0]['loss']}"
 assert updates[-1]["loss"] < updates[0]["loss"] - 0.05, f"last loss {updates[-1]['loss']}"
 assert records[-1].get("event") == "done", records[-1]
+memory = [r for r in records if r.get("event") == "memory"]
+assert len(memory) == 2 and memory[-1]["at_step"] == 12, memory
+kinds = ("weights", "masters", "gradients", "optimizer_states", "buffers", "activations", "scratch")
+assert sum(memory[-1][k] for k in kinds) == memory[-1]["planned"], memory
+assert 0.98 * memory[-1]["planned"] <= memory[-1]["peak"] <= 1.02 * memory[-1]["planned"], memory
 print("good")
 PY
     equal "the log" "$(cat verdict | tail -n 1)" good
@@ -162,6 +167,37 @@ row_check_config_is_quiet() {
     run_expect 0 --help || return
     prints "--check-config"
     run_expect 0 --version || return
+}
+
+row_plan() {
+    run_expect 0 -c config.json --plan || return
+    prints "34688 parameters; fp32, AdamW, ZeRO stage 0, 32 tokens a sample"
+    expect "--plan writes nothing" test ! -e out_dir
+    rm train.txt # nor does it read data
+    run_expect 0 -c config.json --plan 1,2,4,64 train_micro_batch_size_per_gpu=1 zero_optimization.stage=3 model.n_embd=256 --device-memory 0.0005 || return
+    equal "rows" "$(grep -acE '^ +[0-9]+ +1 +[0-9]+ +[0-9]+[* ] ' out)" 4
+    prints "too much"
+    equal "what each of 4 ranks holds, beside the first" "$(awk '$1 == 1 {one = $7} $1 == 4 {print (one / $7 > 3.9 && one / $7 < 4.1)}' out)" 1
+    run_expect 2 -c config.json --plan 1,3 || return # the one that can be is printed
+    says "3 ranks: config.json:2: train_batch_size = 4: cannot be divided"
+    prints "      3 refused"
+    equal "the row of one rank" "$(grep -acE '^ +1 +4 +1 +4 ' out)" 1
+    refuses 2 -c config.json --plan 3
+    refuses 2 -c config.json --plan 1,2 run.stepz=1
+}
+
+# mpirun calls a rank that leaves without MPI's own goodbye a crash.
+row_early_ends_under_mpirun() {
+    local arguments
+    if ! command -v mpirun >/dev/null || ! ldd "$binary" | grep -q libmpi; then skip "this build has no MPI, or there is no mpirun"; return; fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    for arguments in --help --version "-c config.json --check-config" "-c config.json --plan"; do
+        # shellcheck disable=SC2086
+        timeout --kill-after=5 60 mpirun -n 2 "$binary" $arguments >out 2>err </dev/null
+        equal "mpirun's exit code after $arguments" $? 0
+    done
+    equal "ranks that print" "$(grep -ac ' parameters; ' out)" 1
+    prints "      2      2      1       4  "
 }
 
 row_misspelt_key() {

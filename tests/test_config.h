@@ -1163,6 +1163,9 @@ static void load_child(void *arg) {
     if (!freopen("/dev/null", "w", stdout) || !freopen(l->input, "r", stdin)) _exit(99);
     message_rank = l->rank;
     Config *c = config_load(argc, argv);
+    if (!c) _exit(0);
+    for (const Config *w = c; c->plan && w; w = w->next_world)
+        fprintf(stderr, "plan world=%" PRId64 " batch=%" PRId64 "%s memory=%g%s; ", w->world, w->batch.train_batch_size, w->batch_follows ? "*" : "", w->device_memory, w->refused ? " refused" : "");
     fprintf(stderr, "loaded world=%" PRId64 " steps=%" PRId64 " timeout=%" PRId64 " local_rank=%" PRId64 " world=%" PRId64 " prompt=%s export=%s load=%s/%s\n", c->world, c->run.steps, c->zero.timeout, c->local_rank, c->world, c->generate ? c->generate_prompt : "-", c->export_dir, c->load_dir, c->load_tag);
 }
 
@@ -1222,7 +1225,16 @@ static void test_command_line(Test *t) {
         {"run.steps=five", "", 2, "command line: train_gpt.run.steps = \"five\": is a string, but this key takes a whole number"},
         {"steps", "", 2, "is neither an option nor an override"},
         {"--no-such-switch", "", 2, "--no-such-switch is no option"},
-        {"--plan", "", 2, "not built yet"}, {"--inspect", "", 2, "not built yet"},
+        {"--plan", "", -1, "plan world=1 batch=4 memory=0; loaded"}, {"--inspect", "", 2, "not built yet"},
+        {"-c|@/good.json|--plan|run.steps=6", "WORLD_SIZE=2|RANK=0", -1, "plan world=2 batch=8 memory=0; loaded world=2 steps=6"},
+        {"-c|@/good.json|--plan|1,2,4|--device-memory|80", "", -1, "plan world=1 batch=8 memory=80; plan world=2 batch=8 memory=80; plan world=4 batch=8 memory=80; "},
+        {"-c|@/good.json|--plan=1,3", "", -1, "3 ranks: @/good.json:1: train_batch_size = 8: cannot be divided"},
+        {"-c|@/good.json|--plan=1,3", "", -1, "plan world=1 batch=8 memory=0; plan world=3 batch=8 memory=0 refused; "},
+        {"-c|@/good.json|--plan|1,3,8|train_micro_batch_size_per_gpu=2", "", -1, "plan world=1 batch=8 memory=0; plan world=3 batch=6* memory=0; plan world=8 batch=16* memory=0; "},
+        {"-c|@/good.json|--plan|3", "", 2, "good.json:1: train_batch_size = 8: cannot be divided"},
+        {"--plan|1,,2", "", 2, "--plan takes numbers of ranks"}, {"--plan|0", "", 2, "--plan takes"}, {"--plan=", "", 2, "--plan takes"}, {"--plan|1,", "", 2, "--plan takes"}, {"--plan|1000001", "", 2, "--plan takes"},
+        {"--plan|--check-config", "", 2, "cannot be in one run"}, {"--plan|--export|x", "", 2, "cannot be in one run"},
+        {"--device-memory|80", "", 2, "--device-memory belongs to --plan"}, {"--plan|--device-memory|much", "", 2, "needs a number of GiB"}, {"--plan|--device-memory", "", 2, "needs a number of GiB"},
         {"--load_tag|../x", "", 2, "a tag has letters"}, {"--load_tag|-rf", "", 2, "a tag has letters"}, {"--load_tag=", "", 2, "needs a value"}, {"--generate", "", 2, "needs a prompt"}, {"--local_rank=x", "", 2, "needs a number"},
         {"--generate|x|--export|y", "", 2, "cannot be in one run"},
         {"--load_dir|a|--load_dir|b", "", 2, "given twice"},

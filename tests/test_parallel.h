@@ -160,6 +160,45 @@ static void test_sharded_bytes(Test *t) {
     free(c);
 }
 
+// Trains two updates, evaluates and reads a tensor out, or only the last two without backward, and compares what was allocated
+// with the plan: by kind, to the byte. base: allocated before.
+static void expect_as_planned(Test *t, Config *c, ProcessGrid grid, bool trains) {
+    int64_t base = device_allocated_bytes(), B = trains ? c->batch.train_micro_batch_size_per_gpu : 1, n;
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    device_peak_reset();
+    trainer_init_core(trainer, c, grid, trains, B);
+    trainer->metrics.log_fd = -1;
+    dataloader_open(&trainer->train, tiny_tokens, 131, c->run.seq_len, c->batch.train_batch_size, false, false, 1, "data.train");
+    trainer->has_train = true;
+    zero_init_weights(&trainer->zero, (uint64_t)c->run.seed);
+    for (int k = 0; k < 2 && trains; k++) train_step(trainer);
+    free(trainer_weights(trainer, &n));
+    for (int k = 0; k <= MEMORY_BUFFERS; k++) expect_equal_i64(t, memory_names[k], trainer->zero.allocated.bytes[k], trainer->planned.bytes[k]);
+    expect_equal_i64(t, "activations", trainer->acts.allocated, trainer->planned.bytes[MEMORY_ACTIVATIONS]);
+    int64_t planned = memory_total(&trainer->planned), peak = device_peak_bytes() - base;
+    // A GPU's scratch may be there already, from a stream of an earlier test.
+    if (KERNELS_ON_GPU) expect_true(t, peak <= planned && peak >= planned - trainer->planned.bytes[MEMORY_SCRATCH], "peak %" PRId64 ", planned %" PRId64, peak, planned);
+    else expect_equal_i64(t, "peak", peak, planned);
+    trainer_free(trainer);
+    free(trainer);
+}
+
+static void test_memory_planned(Test *t) {
+    for (int variant = 0; variant < (KERNELS_ON_GPU ? 8 : 48); variant++) {
+        Config *c = parallel_config(1 + variant % 2);
+        c->zero.stage = variant / 2 % 4;
+        config_set_dtype(c, variant / 8 % 2 ? DTYPE_BF16 : DTYPE_FP32);
+        c->batch.train_micro_batch_size_per_gpu = PARALLEL_SAMPLES / test_world.world;
+        switch (variant / 16) {
+        case 1: c->zero.reduce_bucket_size = c->zero.max_live_parameters = 20000, c->optimizer.type = OPTIMIZER_LION; break;
+        case 2: c->zero.param_persistence_threshold = 1 << 30, c->zero.reduce_bucket_size = 0, c->model.tie_word_embeddings = false; break;
+        }
+        expect_as_planned(t, c, test_grid(), true);
+        expect_as_planned(t, c, test_grid(), false);
+        free(c);
+    }
+}
+
 // Saved under one stage, loaded under another, by as many ranks and by one: the same bits go on.
 static void test_resume_across_stages(Test *t) {
     if (!test_world.world) return;
@@ -273,7 +312,7 @@ static void test_golden_odd_together(Test *t) { golden_together(t, "gpt2-odd", 9
 static const TestRow parallel_tests[] = {
     {"golden run, all stages", test_golden_together}, {"golden run, all stages, bf16", test_golden_together_bf16}, {"odd golden run, all stages", test_golden_odd_together},
     {"stages, fp32", test_stages_fp32}, {"stages, bf16", test_stages_bf16}, {"stages, fp16", test_stages_fp16}, {"stages, accumulation", test_stages_accumulation},
-    {"buckets", test_buckets}, {"optimizers, sharded", test_optimizers_sharded}, {"bytes", test_sharded_bytes}, {"resume across stages", test_resume_across_stages},
+    {"buckets", test_buckets}, {"optimizers, sharded", test_optimizers_sharded}, {"bytes", test_sharded_bytes}, {"memory as planned", test_memory_planned}, {"resume across stages", test_resume_across_stages},
     {"agreement", test_agreement}, {"replicas, equal", test_replicas_equal},
     {NULL, NULL},
 };

@@ -14,6 +14,21 @@ enum { SCRATCH_MAX = 64 };
 static Scratch scratch[SCRATCH_MAX];
 static int n_scratch;
 
+static int64_t piece_bytes(int64_t bytes) { return round_up(max_i64(bytes, SCRATCH_BYTES_MIN), 1 << 20); }
+
+// The largest of what the launchers ask for; the number of multiprocessors counts where they size their grids by it.
+int64_t cuda::scratch_bytes(int64_t B, int64_t T, int64_t C, int64_t NH) {
+    const int64_t rows = B * T, f32 = (int64_t)sizeof(float);
+    int devices = 0;
+    const int64_t sms = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0 ? sm_count() : 132; // without a device: an H200's
+    cudaGetLastError(); // forgotten
+    const int64_t attention_backward = rows * NH * f32;
+    const int64_t layernorm_backward = sms * 4 * 2 * C * f32;
+    // Three lists of tokens, sums of chunks of 32 tokens, and the sort, which keeps a second copy of keys and values.
+    const int64_t embedding_backward = 3 * rows * 4 + rows / 32 * 2 * C * f32 + 9 * rows + (1 << 20);
+    return piece_bytes(max_i64(max_i64(attention_backward, layernorm_backward), embedding_backward));
+}
+
 void *scratch_get(int64_t bytes, Stream stream) {
     CHECK(stream, "null stream");
     Scratch *s = NULL;
@@ -34,7 +49,7 @@ void *scratch_get(int64_t bytes, Stream stream) {
             stream_sync(stream); // kernels that were enqueued before may still use the old piece
             device_free(s->data);
         }
-        s->bytes = round_up(max_i64(bytes, SCRATCH_BYTES_MIN), 1 << 20);
+        s->bytes = piece_bytes(bytes);
         s->data = device_malloc(s->bytes);
     }
     return s->data;
