@@ -441,6 +441,11 @@ static void config_resolve_zero(ConfigReader *r) {
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "with a pipeline the gradients%s travel for each of the %" PRId64 " "
                        "micro-batches of an update; stage 1 moves them once", z->stage == 3 ? " and weights" : "",
                        c->batch.gradient_accumulation_steps);
+    if (z->grad_accum_dtype == DTYPE_FP16)
+        config_say_key(r, CONFIG_PROBLEM, "data_types.grad_accum_dtype", "has too small a range to add up gradients in; give bf16 or fp32");
+    else if (z->grad_accum_dtype == DTYPE_BF16 && z->stage < 2)
+        config_say_key(r, CONFIG_PROBLEM, "data_types.grad_accum_dtype", "needs zero_optimization.stage 2 or 3, and it is %" PRId64
+                       ": before, kernels add to whole gradients, which are fp32; raise the stage, or remove the key", z->stage);
     bool sends = D > 1;
     if ((z->stage == 0 || z->stage == 3) && config_given(c, ZERO_KEY("allgather_bucket_size")))
         config_say_key(r, CONFIG_INFO, ZERO_KEY("allgather_bucket_size"), z->stage == 0 ? "has no effect at stage 0, which gathers nothing" : "has no effect at stage 3, where stage3_prefetch_bucket_size has its place");

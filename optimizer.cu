@@ -4,7 +4,8 @@
 // kernel on a range of a unit's shard. ZeRO, checkpoints and tests loop over the row; adding an optimizer is a kernel,
 // a row and a test.
 //
-// One update (optimizer_step), with the gradients of S*loss in zero's shards, S the loss scale. All of it is enqueued:
+// One update (optimizer_step), with the gradients of S*loss in zero's shards, S the loss scale times what zero.cu leaves to be
+// divided (Zero.postdivide). All of it is enqueued:
 //
 //     norm = |grads| / S, over all ranks, squares summed in double
 //     update_control: not finite: skip; clip: factor = min(1, gradient_clipping / norm)
@@ -262,14 +263,14 @@ static void optimizer_free(Optimizer *o) {
 // hash of its state), what follows from them, and copies of both for the host, which are there at o->decided.
 static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, bool stop, bool save) {
     for (int u = 0; u < z->model->table.n_units; u++)
-        sum_squares_to_double(&o->sums[SUM_SQUARES], tensor1(z->unit[u].grad_shard, DTYPE_FP32, z->unit[u].shard_numel), u > 0, z->stream);
+        sum_squares_to_double(&o->sums[SUM_SQUARES], zero_grad_part(z, u, 0, z->unit[u].shard_numel), u > 0, z->stream);
     o->host_sums[SUM_STOP] = stop;
     o->host_sums[SUM_SAVE] = save;
     o->host_sums[SUM_HASH] = agree_hash(state);
     o->host_sums[SUM_HASH_SQUARES] = o->host_sums[SUM_HASH] * o->host_sums[SUM_HASH];
     device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], (SUM_COUNT - SUM_STOP) * sizeof(double), COPY_TO_DEVICE, z->stream);
     comm_all_reduce_double(z->reduce_group, o->sums, SUM_COUNT, COMM_SUM, z->stream);
-    update_control(o->control, &o->sums[SUM_SQUARES], &o->sums[SUM_LOSS], o->scaler.scale, o->cfg->gradient_clipping, z->stream);
+    update_control(o->control, &o->sums[SUM_SQUARES], &o->sums[SUM_LOSS], o->scaler.scale * z->postdivide, o->cfg->gradient_clipping, z->stream);
     device_copy(o->host_sums, o->sums, SUM_COUNT * sizeof(double), COPY_TO_HOST, z->stream);
     device_copy(o->host_control, o->control, sizeof(UpdateControl), COPY_TO_HOST, z->stream);
     event_record(o->decided, z->stream);
@@ -324,7 +325,7 @@ static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
             memset(&r, 0, sizeof r);
             r.param = tensor1((char *)unit->param_shard + (to_shard + from) * dtype_bytes(z->model->dtype), z->model->dtype, n);
             r.master = tensor1(unit->master + from, DTYPE_FP32, n);
-            r.grad = tensor1(unit->grad_shard + to_shard + from, DTYPE_FP32, n);
+            r.grad = zero_grad_part(z, u, to_shard + from, n);
             for (int i = 0; i < z->n_states; i++) r.state[i] = tensor1(unit->state[i] + from, DTYPE_FP32, n);
             r.weight_decay = part == 0 ? o->cfg->optimizer.weight_decay : 0;
             o->rule->update(&r, a, z->stream);

@@ -4,6 +4,7 @@
 // Each section lives in a file of tests/ and is a list of rows; a row is a function void(Test *) that calls expect_*
 // (tests/harness.h). A row that compares nothing fails. That the tests can fail is shown by tests/teeth.py.
 #define TESTING // train_gpt.cu without its main
+#include "tests/trace.h"
 #include "train_gpt.cu"
 static CommWorld test_world; // the ranks that run the tests
 #include "tests/harness.h"
@@ -15,13 +16,14 @@ static CommWorld test_world; // the ranks that run the tests
 #include "tests/test_config.h"
 #include "tests/test_model.h"
 #include "tests/test_parallel.h"
+#include "tests/test_zero.h"
 #include "tests/test_comm.h"
 #include "tests/test_rendezvous.h"
 
 static const TestSection test_sections[] = {
     {"config", config_tests},   {"kernels", kernel_tests},       {"data", data_tests},     {"formats", format_tests},
     {"tables", table_tests},    {"schedules", schedule_tests},   {"golden", golden_tests}, {"trainer", trainer_tests},
-    {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"parallel", parallel_tests},
+    {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"parallel", parallel_tests}, {"zero", zero_tests},
     {"comm", comm_tests},       {"rendezvous", rendezvous_tests},
     {"hang", hang_tests},
 };

@@ -84,7 +84,8 @@ static StepStats train_step(Trainer *t) {
     int64_t n_tokens = t->cfg->batch.train_batch_size * t->cfg->run.seq_len;
     zero_set_uses(&t->zero, t->train_uses, t->n_train_uses);
     zero_begin_step(&t->zero);
-    t->acts.dloss = (float)(t->opt.scaler.scale / (double)n_tokens); // the mean over the global batch, times the loss scale
+    // The mean over the global batch, times the loss scale and what is left to be divided after the sum over the ranks.
+    t->acts.dloss = (float)(t->opt.scaler.scale * t->zero.postdivide / (double)n_tokens);
     device_memset(&t->opt.sums[SUM_LOSS], 0, sizeof(double), t->stream);
     event_record(t->mark[0], t->stream);
 

@@ -259,13 +259,17 @@ static void trainer_print_start(const Trainer *t) {
     print_table_row("device", "%s, %.1f GiB%s", d.name, (double)d.memory_bytes / mib / 1024, d.is_gpu ? "" : " of memory");
     print_table_row("model", "%s: n_layer %" PRId64 ", n_head %" PRId64 ", n_embd %" PRId64 ", n_inner %" PRId64 ", vocab_size %" PRId64 " (padded %" PRId64 "), n_positions %" PRId64 "; %" PRId64 " parameters",
                     t->model.arch->name, m->n_layer, m->n_head, m->n_embd, m->n_inner, m->vocab_size, t->model.Vp, m->n_positions, table_param_count(&t->model.table));
-    print_table_row("precision", "%s weights and activations, fp32 masters, gradients and optimizer states%s", dtype_name(t->model.dtype),
+    print_table_row("precision", "%s weights and activations, fp32 masters and optimizer states%s", dtype_name(t->model.dtype),
                     !cfg->fp16.enabled ? "" : t->opt.scaler.dynamic ? ", dynamic loss scale" : ", static loss scale");
     if (!trainer_only_reads(cfg)) {
         print_table_row("batch", "%" PRId64 " samples of %" PRId64 " tokens an update = %" PRId64 " micro-batches of %" PRId64, cfg->batch.train_batch_size, cfg->run.seq_len,
                         cfg->batch.gradient_accumulation_steps, cfg->batch.train_micro_batch_size_per_gpu);
         print_table_row("optimizer", "%s, lr %g, weight decay %g on matrices only, gradient clipping %g%s; ZeRO stage %d on %d rank%s", t->opt.rule->name, cfg->optimizer.lr,
                         cfg->optimizer.weight_decay, cfg->gradient_clipping, cfg->gradient_clipping > 0 ? "" : " (off)", t->zero.opt.stage, t->zero.gather_group.size, t->zero.gather_group.size == 1 ? "" : "s");
+        const ZeroOptions *zero = &t->zero.opt;
+        char travel[64] = "";
+        if (t->zero.reduce_group.size > 1) snprintf(travel, sizeof travel, ", travel in %s (%s)", dtype_name(zero->communication_data_type), zero->reduce_scatter ? "reduce-scatter" : "all-reduce");
+        print_table_row("gradients", "summed in %s%s", dtype_name(zero_shard_dtype(&t->zero)), travel);
         print_table_row("data", "%" PRId64 " tokens, %" PRId64 " samples an epoch, %s", t->train.total_tokens, t->train.samples_per_epoch, cfg->data.shuffle ? "shuffled" : "in file order");
     }
     const double *bytes = memory.planned;

@@ -77,7 +77,7 @@ typedef struct {
     float *master;        // (update_numel) fp32; the same memory as the weights when the model is fp32
     float *state[ZERO_STATES_MAX]; // (update_numel) fp32
     float *grad;          // (whole) fp32; from stage 2 on only between grad_begin and the end of the reduction
-    float *grad_shard;    // (shard_numel) fp32 inside `grad`, or from stage 2 on of its own
+    void *grad_shard;     // (shard_numel) fp32 inside `grad`, or from stage 2 on of its own, in grad_accum_dtype
     void *wire;           // (whole) communication_data_type: what travels while the unit is in the bucket; `grad` itself in fp32
     int grad_buffer;      // which one of grad_pool `grad` is, or -1
     bool shard_written;   // grad_shard holds the sum of some micro-batches of this update
@@ -104,6 +104,9 @@ typedef struct {
     int64_t param_persistence_threshold, model_persistence_threshold; // elements, the second over all ranks
     bool overlap_comm, reduce_scatter;
     DType communication_data_type; // in which gradients travel
+    DType grad_accum_dtype;        // of the shards in which they are summed from stage 2 on
+    bool prescale_gradients;
+    double gradient_predivide_factor;
 } ZeroOptions;
 
 static ZeroOptions zero_options(const ZeroConfig *c) {
@@ -120,6 +123,9 @@ static ZeroOptions zero_options(const ZeroConfig *c) {
     o.overlap_comm = c->overlap_comm;
     o.reduce_scatter = c->reduce_scatter;
     o.communication_data_type = c->communication_data_type;
+    o.grad_accum_dtype = c->grad_accum_dtype;
+    o.prescale_gradients = c->prescale_gradients;
+    o.gradient_predivide_factor = c->gradient_predivide_factor;
     return o;
 }
 
@@ -161,6 +167,7 @@ typedef struct {
     UnitState *unit;       // by unit
     bool *grad_written;    // by row, see invariant 6
     bool last_micro_batch;
+    double postdivide;     // ranks / what gradients are divided by before they are summed: their sums are the mean's times this
     int64_t version;       // of the weights: grows with every update
     // The list of uses: units in the order in which the program will fetch them, over and over.
     const int *use_list;
@@ -185,7 +192,9 @@ typedef struct {
 
 // What is cut into parts; the rest every rank holds whole.
 static bool layout_shards_params(const ZeroLayout *l) { return l->opt.stage >= 3 && l->ranks > 1; }
-static bool layout_shards_grads(const ZeroLayout *l) { return l->opt.stage >= 2 && l->ranks > 1; }
+static bool layout_shards_grads(const ZeroLayout *l) { // of one rank the shard is the whole, in another type
+    return l->opt.stage >= 2 && (l->ranks > 1 || l->opt.grad_accum_dtype != DTYPE_FP32);
+}
 static bool layout_shards_updates(const ZeroLayout *l) { return l->opt.stage >= 1; }
 
 // What gradients travel in. A single rank sends nothing and rounds nothing.
@@ -194,6 +203,13 @@ static DType layout_wire(const ZeroLayout *l) { return l->ranks > 1 ? l->opt.com
 static bool zero_shards_params(const Zero *z) { return layout_shards_params(&z->layout); }
 static bool zero_shards_grads(const Zero *z) { return layout_shards_grads(&z->layout); }
 static bool zero_shards_updates(const Zero *z) { return layout_shards_updates(&z->layout); }
+static DType zero_shard_dtype(const Zero *z) { return zero_shards_grads(z) ? z->opt.grad_accum_dtype : DTYPE_FP32; }
+
+// Elements [from, from + n) of the shard of a unit's gradient.
+static Tensor zero_grad_part(const Zero *z, int unit, int64_t from, int64_t n) {
+    DType t = zero_shard_dtype(z);
+    return tensor1((char *)z->unit[unit].grad_shard + from * dtype_bytes(t), t, n);
+}
 
 // `kept`: elements of the blocks before this one that stay whole.
 static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int64_t kept) {
@@ -215,7 +231,7 @@ static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int
     u.master_bytes = m->dtype == DTYPE_FP32 ? 0 : u.update_numel * 4; // fp32 weights are their own masters
     u.state_bytes = l->n_states > 0 ? u.update_numel * 4 : 0;
     u.grad_bytes = l->with_gradients && !(layout_shards_grads(l) && is_block) ? u.whole * 4 : 0;
-    u.grad_shard_bytes = l->with_gradients && layout_shards_grads(l) ? u.shard_numel * 4 : 0;
+    u.grad_shard_bytes = l->with_gradients && layout_shards_grads(l) ? u.shard_numel * dtype_bytes(l->opt.grad_accum_dtype) : 0;
     return u;
 }
 
@@ -235,7 +251,7 @@ static void layout_pools(ZeroLayout *l, const Model *m) {
     l->grad_buffer_bytes = block * 4;
     l->bucket_limit = min_i64(min_i64(l->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL), all);
     l->n_param_pool = (int)min_i64(n_turns, max_i64(2, l->opt.max_live_parameters / block));
-    if (layout_shards_updates(l) && l->ranks > 1) l->staging_numel = largest;
+    if (layout_shards_updates(l) && (l->ranks > 1 || layout_shards_grads(l))) l->staging_numel = largest;
     if (!l->with_gradients) return;
     if (layout_wire(l) != DTYPE_FP32) l->wire_bytes = max_i64(l->bucket_limit, largest) * dtype_bytes(layout_wire(l));
     if (!layout_shards_grads(l)) return;
@@ -303,7 +319,7 @@ static void zero_init_unit(Zero *z, int u) {
     if (!s->master) s->master = (float *)(l->param_shard_bytes ? s->param_shard : (char *)s->param + s->update_first * element);
     for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)zero_alloc(z, l->state_bytes, MEMORY_OPTIMIZER_STATES);
     s->grad = (float *)zero_alloc(z, l->grad_bytes, l->grad_shard_bytes ? MEMORY_BUFFERS : MEMORY_GRADIENTS);
-    s->grad_shard = (float *)zero_alloc(z, l->grad_shard_bytes, MEMORY_GRADIENTS);
+    s->grad_shard = zero_alloc(z, l->grad_shard_bytes, MEMORY_GRADIENTS);
     if (s->grad && !s->grad_shard) s->grad_shard = s->grad + s->shard_numel * rank;
 }
 
@@ -344,6 +360,7 @@ static void zero_init(Zero *z, const Model *m, ZeroOptions opt, Group gather_gro
     z->computed = event_create();
     z->layout = zero_layout(m, opt, gather_group.size, gather_group.rank, n_states, with_gradients);
     z->n_states = z->layout.n_states;
+    z->postdivide = opt.prescale_gradients ? 1 : gather_group.size / opt.gradient_predivide_factor;
     z->unit = (UnitState *)host_alloc(sizeof(UnitState) * (size_t)m->table.n_units);
     z->grad_written = (bool *)host_alloc(sizeof(bool) * (size_t)m->table.n_rows);
     for (int u = 0; u < m->table.n_units; u++) zero_init_unit(z, u);
@@ -595,14 +612,14 @@ static bool zero_sum_adds(const Zero *z, const UnitState *s) { return zero_shard
 // what travels that belongs to this rank.
 static void *zero_sum_place(const Zero *z, const UnitState *s) {
     DType wire = layout_wire(&z->layout);
-    if (z->opt.reduce_scatter && wire == DTYPE_FP32 && !zero_sum_adds(z, s)) return s->grad_shard;
+    if (z->opt.reduce_scatter && wire == zero_shard_dtype(z) && z->reduce_group.size > 1 && !zero_sum_adds(z, s)) return s->grad_shard;
     return (char *)s->wire + s->shard_numel * z->reduce_group.rank * dtype_bytes(wire);
 }
 
 // The sum has arrived: into the shard with it, and the unit's gradient may be written again.
 static void zero_take_sum(Zero *z, UnitState *s) {
     DType wire = layout_wire(&z->layout);
-    Tensor sum = tensor1(zero_sum_place(z, s), wire, s->shard_numel), shard = tensor1(s->grad_shard, DTYPE_FP32, s->shard_numel);
+    Tensor sum = tensor1(zero_sum_place(z, s), wire, s->shard_numel), shard = tensor1(s->grad_shard, zero_shard_dtype(z), s->shard_numel);
     if (z->opt.stage == 0) { // the shard is the whole
         if (wire != DTYPE_FP32) convert(tensor1(s->grad, DTYPE_FP32, s->whole), tensor1(s->wire, wire, s->whole), z->reduce_stream);
     } else if (zero_sum_adds(z, s)) add_inplace(shard, sum, z->reduce_stream);
@@ -657,7 +674,7 @@ static void zero_grad_end(Zero *z, int unit) {
         else z->grad_written[i] = !each;
     }
     if (!each && !z->last_micro_batch) return;
-    if (z->reduce_group.size == 1) return; // the shard is the whole
+    if (!each && z->reduce_group.size == 1) return; // the shard is the whole
     // A bucket: as many units as fit, at least one; no more than wait while another is written.
     if (z->n_bucket > 0 && (z->bucket_numel + z->unit[unit].whole > z->bucket_limit || (each && z->n_bucket + 1 >= z->n_grad_pool))) zero_reduce_bucket(z);
     z->bucket[z->n_bucket++] = unit;
@@ -668,7 +685,7 @@ static void zero_grad_end(Zero *z, int unit) {
 // After the last micro-batch: the compute stream goes on when all sums have arrived.
 static void zero_finish_grads(Zero *z) {
     CHECK(z->n_bucket == 0, "%d units were not reduced", z->n_bucket);
-    if (z->reduce_group.size == 1) return;
+    if (!zero_shards_grads(z) && z->reduce_group.size == 1) return;
     event_record(z->computed, z->reduce_stream);
     stream_wait_event(z->stream, z->computed);
 }
@@ -692,9 +709,15 @@ static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];
     CHECK(r->tied_to < 0, "row %s has no storage of its own", r->name);
-    const float *grad = zero_shards_updates(z) ? s->grad_shard : s->grad; // at stage 0 every rank has the whole sum
+    const float *grad = zero_shards_updates(z) ? (const float *)s->grad_shard : s->grad; // at stage 0 every rank has the whole sum
     const float *part = kind == STATE_MASTER ? s->master : kind == STATE_GRAD ? grad : s->state[kind - STATE_OPTIMIZER_0], *whole = part;
     CHECK(part, "state %d is not there", (int)kind);
+    if (!z->staging) z->staging = (float *)zero_alloc(z, z->layout.staging_numel * 4, MEMORY_BUFFERS);
+    if (kind == STATE_GRAD && zero_shard_dtype(z) != DTYPE_FP32) {
+        Tensor mine = tensor1(z->staging + s->shard_numel * z->gather_group.rank, DTYPE_FP32, s->shard_numel);
+        convert(mine, zero_grad_part(z, r->unit, 0, s->shard_numel), z->stream);
+        part = whole = (const float *)mine.data;
+    }
     if (z->gather_group.size > 1 && zero_shards_updates(z)) {
         event_record(z->computed, z->gather_stream);
         stream_wait_event(z->stream, z->computed); // the group's channel is free

@@ -71,7 +71,7 @@ BUGS = [
      "a reduction starts before the gradients are written"),
     ("zero.cu", "if (s->status == UNIT_GATHERING) stream_wait_event(z->stream, s->gathered);", "", "parallel@2",
      "a unit computes before its weights have arrived"),
-    ("zero.cu", "if (z->reduce_group.size == 1) return; // the shard is the whole", "return;", "parallel@2",
+    ("zero.cu", "if (!each && z->reduce_group.size == 1) return; // the shard is the whole", "return;", "parallel@2",
      "gradients are not reduced"),
     ("zero.cu", "{ return zero_shards_grads(z) && s->shard_written; }", "{ return false; }", "parallel@2",
      "a micro-batch overwrites the sum of the earlier ones"),

@@ -588,7 +588,9 @@ static void test_config_messages(Test *t) {
         {"{" MICRO ", \"communication_data_type\": \"bfloat16\"}", "", 2, "", "", "", NULL},
         {"{" MICRO ", \"communication_data_type\": \"fp16\"}", "", 2, "", "", "communication_data_type", "without a loss scale"},
         {"{" MICRO ", \"communication_data_type\": \"fp16\", \"fp16\": {\"enabled\": true}}", "", 2, "", "", "", NULL},
-        {"{" MICRO ", \"data_types\": {\"grad_accum_dtype\": \"bf16\"}}", "", 1, "", "data_types.grad_accum_dtype", "", "not built yet"},
+        {"{" MICRO ", \"data_types\": {\"grad_accum_dtype\": \"bf16\"}}", "", 1, "data_types.grad_accum_dtype", "", "", "needs zero_optimization.stage 2 or 3"},
+        {"{" MICRO ", \"data_types\": {\"grad_accum_dtype\": \"bf16\"}, \"zero_optimization\": {\"stage\": 2}}", "", 2, "", "", "", NULL},
+        {"{" MICRO ", \"data_types\": {\"grad_accum_dtype\": \"half\"}, \"zero_optimization\": {\"stage\": 3}}", "", 2, "data_types.grad_accum_dtype", "", "", "too small a range"},
         {"{" MICRO ", \"data_types\": {\"grad_accum_dtype\": \"float32\", \"param_dtype\": null}}", "", 1, "", "", "", NULL},
     };
     CHECK_CASES(t, row);
