@@ -3,27 +3,41 @@
 // N ranks that compute on different data hold the same weights, and would hold N copies of everything. ZeRO (Rajbhandari et
 // al. 2020) removes the copies: of P parameters each rank keeps 1/N of the masters and optimizer states (stage 1), of the
 // gradients (2), of the weights (3), and the whole exists only while somebody computes with it. In bytes a rank, for
-// 16-bit weights, fp32 masters and gradients, and AdamW:
+// 16-bit weights, fp32 masters and gradients, and AdamW, and in bytes of the messages of an update of m micro-batches (of which
+// a rank sends and receives (N-1)/N):
 //
-//              weights   gradients   masters + states
-//     stage 0    2 P        4 P          12 P           everything everywhere, gradients are summed
-//     stage 1    2 P        4 P          12 P / N       each rank updates its part, then the parts are gathered
-//     stage 2    2 P        4 P / N      12 P / N       a unit's gradient is summed into its parts as soon as it is whole
-//     stage 3    2 P / N    4 P / N      12 P / N       a unit's weights are gathered before it computes, dropped after
+//              weights   gradients   masters + states   summed         gathered
+//     stage 0    2 P        4 P          12 P           4 P            4 P            sums go to everybody
+//     stage 1    2 P        4 P          12 P / N       4 P            2 P            each rank updates its part, then the parts are gathered
+//     stage 2    2 P        4 P / N      12 P / N       4 P m          2 P            a unit's gradient is summed into its parts as soon as it is whole
+//     stage 3    2 P / N    4 P / N      12 P / N       4 P m          up to 4 P m    a unit's weights are gathered before it computes, dropped after
 //
-// plus a few whole units in flight (Zero.param_pool, Zero.grad_pool). The model sees none of this. It asks for a unit through
-// four verbs:
+// plus a few whole units in flight (Zero.param_pool, Zero.grad_pool). Gradients that travel in 16 bits (communication_data_type) are
+// 2 P of messages instead of 4 P, and shards of them in bf16 (grad_accum_dtype) 2 P of memory. Without reduce_scatter each sum is
+// an all-reduce, which moves twice the bytes and gives the same sums.
+//
+// The model sees none of this. It asks for a unit through four verbs:
 //
 //     zero_fetch(z, u)       weights of unit u, whole and current; starts to gather those that come next
 //     zero_release(z, u)     done with them
 //     zero_grad_begin(z, u)  room for the gradients of unit u, and whether to add to it or to overwrite it
 //     zero_grad_end(z, u)    they are written: reduce them to their parts, now or when all micro-batches have added theirs
 //
+// The life of a unit's weights:
+//
 //               gather_start                 zero_fetch              zero_release
 //     SHARDED ----------------> GATHERING ----------------> IN_USE ----------------> GATHERED
 //        ^                                      ^                                      |  |
 //        |                                      +------------- zero_fetch -------------+  |
 //        +------- evict (stage 3: the buffer is needed), or the optimizer changed it -----+
+//
+// and of its gradient (stages 0 and 1 keep `grad` until all micro-batches have added to it, then go the same way once):
+//
+//         zero_grad_begin         zero_grad_end             zero_reduce_bucket             zero_take_sum
+//     FREE --------------> WRITTEN -------------> IN THE BUCKET ------------------> ON ITS WAY ------------> FREE
+//
+//     grad (fp32, whole) --convert--> wire (whole) --sum over the ranks--> this rank's part of it --add, or convert--> grad_shard
+//                               communication_data_type                                                         grad_accum_dtype
 //
 // Everything of a unit lies in flat buffers of `whole` elements (ParamDesc.offset says where a row starts), cut into N equal
 // parts: a shard is a range of elements, and needs no list of tensors.
@@ -33,8 +47,9 @@
 //     master, states: the elements that this rank updates: its shard (stage >= 1) or all of them (stage 0)
 //
 // Which unit comes next needs no tracing: the program of an update is known, so the list of uses is, too (use_list). The
-// cursor is where the run is in it. Gathers look ahead of the cursor; a buffer is taken from the unit whose next use is
-// furthest (Belady 1966), which keeps the last blocks of forward for the first of backward.
+// cursor is where the run is in it. Gathers look ahead of the cursor, by allgather_bucket_size after an update of stages 1 and 2,
+// by prefetch_bucket_size at stage 3; a buffer is taken from the unit whose next use is furthest (Belady 1966), which keeps
+// the last blocks of forward for the first of backward.
 //
 // Stages differ in the size of shards and in which buffers are shared, not in functions; with one rank every gather is
 // void. Gathers and reductions run on streams of their own, next to the computation. The host waits once an update, for the sums
@@ -46,12 +61,18 @@
 //     and sizes only, which are the same everywhere.
 //  3. A whole buffer is valid only while its version is the version of the weights.
 //  4. A buffer is filled again only after its last reader: gathers wait for UnitState.released, gradients for
-//     UnitState.reduced and GradBuffer.reduced.
-//  5. Gathered elements of the blocks that take turns never exceed stage3_max_live_parameters, unless two blocks alone do.
+//     UnitState.reduced and GradBuffer.reduced. Zero.wire has one reader and one writer, the reduce stream.
+//  5. Gathered elements of the blocks that take turns never exceed stage3_max_live_parameters, unless two blocks alone do; the
+//     blocks that stay whole are counted by stage3_model_persistence_threshold.
 //  6. A gradient row is overwritten by its first writer and added to by the later ones; rows that share storage share
 //     that state. From stage 2 on, each micro-batch begins anew, since its sum has left for the shard.
 //  7. Each element counts once in the norm: a rank sums the squares of its own shard, at every stage.
 //  8. Padding (between rows, of the vocabulary, at the end of the last shard) is zero in every buffer, for ever.
+//  9. No size and no stream changes a bit: every element is rounded at the same places (into the wire, after the sum, into the
+//     shard), and the ranks' parts of it are added in an order that does not depend on what else is in the message. (On the CPU
+//     that is the order of the ranks. NCCL's order follows from its algorithm, which may change with a message's size.)
+// 10. What the sums are still to be divided by to be the mean's gradient (postdivide) is in the gradient of the loss already:
+//     prescale_gradients and gradient_predivide_factor move a factor from one side of the sum to the other.
 // Read next: acts.cu.
 #pragma once
 #include "model.cu"

@@ -77,7 +77,7 @@ program="$build/nccl_ranks"
 works "1 rank" 14 1 -- "$program"
 for world in 2 3 4 8; do works "$world ranks" 13 "$world" -- "$program" opposite_orders; done
 works "3 ranks and their beats" 13 3 WATCH=1 -- "$program" opposite_orders
-[ -z "$full" ] || for world in 2 4; do works "training, $world ranks" 5 "$world" -- "$build/test_gpt" parallel; done
+[ -z "$full" ] || for world in 2 4; do works "training, $world ranks" 5 "$world" -- "$build/test_gpt" parallel zero; done
 
 ends "more ranks than GPUs" 2 5 "local rank 2 of 4 on this host, which shows 2 GPUs" 4 FAKE_GPUS=2 -- "$program"
 ends "a communicator that never gets ready" 75 8 "NCCL's ncclCommInitRankConfig (place 1 in a group of 3) did not get through within 3 s" 3 FAKE_NCCL=init FAKE_RANK=1 -- "$program"

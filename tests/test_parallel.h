@@ -199,7 +199,7 @@ static void test_memory_planned(Test *t) {
     }
 }
 
-// Saved under one stage, loaded under another, by as many ranks and by one: the same bits go on.
+// Saved under one stage, loaded under another: the same bits go on.
 static void test_resume_across_stages(Test *t) {
     if (!test_world.world) return;
     char folder[64] = "/tmp/test_gpt_XXXXXX";
@@ -300,6 +300,58 @@ static void test_replicas_equal(Test *t) {
     free(c);
 }
 
+// The grid of n consecutive ranks that this rank belongs to; all such grids do the same work beside each other.
+static ProcessGrid grid_of(int n) {
+    GridAxes axes = {1, n, 1, 1};
+    ProcessGrid g = grid_make(test_world.rank % n, axes);
+    g.first_rank = test_world.rank / n * n;
+    return g;
+}
+
+// Saved by n ranks, loaded by another number of them: the losses of the run that was not stopped, to 1e-5, as in class B.
+static void test_resume_across_ranks(Test *t) {
+    char folder[64] = "/tmp/test_gpt_XXXXXX", own[96];
+    StepStats want[4];
+    if (test_world.rank == 0) CHECK(mkdtemp(folder), "mkdtemp: %s", strerror(errno));
+    comm_host_broadcast(folder, sizeof folder, 0);
+    Config *c = parallel_config(1);
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    snprintf(c->run.resume, sizeof c->run.resume, "auto");
+    for (int saver = 1; saver <= test_world.world; saver++)
+        for (int loader = 0; loader <= test_world.world && test_world.world % saver == 0; loader++) { // 0: train and save
+            const int n = loader ? loader : saver;
+            if (test_world.world % n != 0) continue;
+            snprintf(own, sizeof own, "%s/%d-%d", folder, saver, loader ? 0 : test_world.rank); // each grid writes a copy, all read the first
+            snprintf(c->checkpoint.save_dir, sizeof c->checkpoint.save_dir, "%s", own);
+            c->zero.stage = loader ? 1 + (saver + loader) % 3 : 2;
+            c->batch.train_micro_batch_size_per_gpu = PARALLEL_SAMPLES / n;
+            trainer_init_core(trainer, c, grid_of(n), true, c->batch.train_micro_batch_size_per_gpu);
+            trainer->metrics.log_fd = -1;
+            dataloader_open(&trainer->train, tiny_tokens, 131, c->run.seq_len, PARALLEL_SAMPLES, false, false, 1, "data.train");
+            trainer->has_train = true;
+            if (loader == 0) {
+                zero_init_weights(&trainer->zero, 7);
+                if (trainer->grid.rank == 0) trainer->store = checkpoint_open(own, false);
+                for (int k = 0; k < 3; k++) train_step(trainer);
+                save(trainer, true);
+            } else expect_true(t, trainer_load(trainer) && trainer->step == 3, "step %" PRId64, trainer->step);
+            for (int k = 0; k < 4; k++) {
+                StepStats s = train_step(trainer);
+                if (loader == 0) want[k] = s;
+                char what[64];
+                snprintf(what, sizeof what, "saved by %d ranks, loaded by %d", saver, loader);
+                expect_near(t, what, s.loss, want[k].loss, 1e-5 * want[k].loss);
+                expect_near(t, what, s.grad_norm, want[k].grad_norm, 1e-4 * want[k].grad_norm);
+            }
+            trainer_free(trainer);
+            double done = 1;
+            comm_host_all_reduce(&done, 1, COMM_SUM);
+        }
+    if (test_world.rank == 0) remove_folder(folder);
+    free(trainer);
+    free(c);
+}
+
 // PyTorch's run by all ranks together: the global batch of 8 (or 9) shared among them, where it divides.
 static void golden_together(Test *t, const char *name, int64_t batch, DType dtype, GoldenBounds bound) {
     if (batch % test_world.world != 0) { test_skip(t, "a global batch of %" PRId64 " does not divide by %d ranks", batch, test_world.world); return; }
@@ -312,7 +364,7 @@ static void test_golden_odd_together(Test *t) { golden_together(t, "gpt2-odd", 9
 static const TestRow parallel_tests[] = {
     {"golden run, all stages", test_golden_together}, {"golden run, all stages, bf16", test_golden_together_bf16}, {"odd golden run, all stages", test_golden_odd_together},
     {"stages, fp32", test_stages_fp32}, {"stages, bf16", test_stages_bf16}, {"stages, fp16", test_stages_fp16}, {"stages, accumulation", test_stages_accumulation},
-    {"buckets", test_buckets}, {"optimizers, sharded", test_optimizers_sharded}, {"bytes", test_sharded_bytes}, {"memory as planned", test_memory_planned}, {"resume across stages", test_resume_across_stages},
+    {"buckets", test_buckets}, {"optimizers, sharded", test_optimizers_sharded}, {"bytes", test_sharded_bytes}, {"memory as planned", test_memory_planned}, {"resume across stages", test_resume_across_stages}, {"resume across ranks", test_resume_across_ranks},
     {"agreement", test_agreement}, {"replicas, equal", test_replicas_equal},
     {NULL, NULL},
 };

@@ -9,7 +9,7 @@
 //     convergence depends on bucket sizes                             DS 6351, 5347               buckets, keys that change no bit
 //     stage 2 communicates at every micro-step, unsaid                DS 373                      traffic
 //     overlap that does not overlap                                   DS 7804                     overlap
-//     a checkpoint loads under its own number of ranks only           DS 787, 2898, 3810          resume across stages
+//     a checkpoint loads under its own number of ranks only           DS 787, 2898, 3810          resume across ranks, across stages
 //     masters are rebuilt from 16-bit weights at resume               llm.c 522, 715              load_from_fp32_weights
 //     the logged loss is one rank's, or the last micro-batch's        DS 1107, llm.c 551          golden run, all stages
 #pragma once
@@ -230,7 +230,7 @@ static void test_many_micro_batches(Test *t) {
 // ---------------------------------------------------------------------------------------------------------------
 // What is started
 
-// Bytes and messages of an update: weights whole, gradients whole, at each stage; see the table in docs/benchmarks.md.
+// Bytes and messages of an update, as the table at the top of zero.cu has them; at stage 3 with all blocks live.
 static void test_traffic(Test *t) {
     const int N = test_world.world;
     for (int stage = 0; stage < 4; stage++)
