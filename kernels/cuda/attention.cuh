@@ -45,6 +45,9 @@ static inline AttentionShape attention_shape(const char *kernel, Tensor qkv, con
     return s;
 }
 
+// The backward of 16-bit types for compute capability 9.0 (attention_backward_hopper.cu).
+void attention_backward_hopper(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, Stream stream);
+
 // A block handles one tile of one head of one sequence. Blocks count tiles fastest; `heaviest_last` is for kernels whose
 // last tiles have the most work: these start first, so that no long block is left over at the end.
 typedef struct {

@@ -6,8 +6,10 @@
 //
 // Two kernels, each of which recomputes S and dP: one owns a tile of keys and walks over queries (dk, dv), the other
 // owns a tile of queries and walks over keys (dq). That is 7 products where one kernel would do with 5, but each
-// gradient has one writer: no atomics, no fp32 buffer for dq, equal bits in every run.
+// gradient has one writer: no atomics, no fp32 buffer for dq, equal bits in every run. Compute capability 9.0 has a kernel of
+// its own for the 16-bit types, attention_backward_hopper.cu.
 #include "attention.cuh"
+#include "hopper.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------
 // D (B,NH,T) = rowsum(dout * out). LANES neighbouring lanes handle one row of one head, 16 bytes each.
@@ -442,6 +444,10 @@ void cuda::attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, 
     check_act("attention_backward", "out", out, shape.B * shape.T, shape.out_stride, qkv.dtype);
     CHECK(is_aligned(dqkv.data, 16) && is_aligned(out.data, 16), "attention_backward: dqkv and out must be aligned to 16 bytes");
     if (shape.B == 0 || shape.T == 0) return;
+    if (qkv.dtype != DTYPE_FP32 && hopper_available()) {
+        attention_backward_hopper(dqkv, dout, qkv, out, lse, shape, stream);
+        return;
+    }
     float *rowsum = (float *)scratch_get(shape.B * NH * shape.T * (int64_t)sizeof(float), stream);
     switch (qkv.dtype) {
     case DTYPE_BF16: attention_backward_launch<__nv_bfloat16>(dqkv, dout, qkv, out, lse, rowsum, shape, stream); break;

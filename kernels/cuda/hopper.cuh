@@ -139,6 +139,12 @@ __device__ static inline void tile_fetch(void *dst, const CUtensorMap *map, int 
                  :: "r"(shared_word(dst)), "l"((uint64_t)map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(shared_word(barrier)) : "memory");
 }
 
+// `bytes` of global memory to shared memory, a multiple of 16, both addresses aligned to 16; they count at the barrier.
+__device__ static inline void bytes_fetch(void *dst, const void *src, int bytes, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_word(dst)), "l"((uint64_t)__cvta_generic_to_global(src)), "r"(bytes), "r"(shared_word(barrier)) : "memory");
+}
+
 // Shared memory to the box at (c0, c1, c2, c3). Threads that wrote the tile call shared_written() before the barrier that
 // tells the storing thread.
 __device__ static inline void tile_store(const CUtensorMap *map, const void *src, int c0, int c1, int c2, int c3) {
@@ -176,7 +182,7 @@ __device__ static inline void stmatrix_x4_trans(void *p, uint32_t r0, uint32_t r
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Products. A warpgroup computes D (64 x N, fp32, in registers) (+)= A (64 x 16) B (16 x N), N = 64, 80, 96, 128.
+// Products. A warpgroup computes D (64 x N, fp32, in registers) (+)= A (64 x 16) B (16 x N), N = 32, 64, 80, 96, 128.
 //
 // Warp w has rows 16 w .. + 15 of D; with g = lane / 4, t = lane % 4 and n = 0 .. N/8 - 1, as mma.sync m16n8k16 (attention.cuh):
 //
@@ -224,11 +230,13 @@ template <int K> __device__ static inline void wgmma_hold(uint32_t (&a)[K][4]) {
 
 // wgmma<T, A_MN, B_MN>(d, a, b, add): d = a b, plus d if `add`. N follows from d. MN says which operands are MN-major.
 #define WGMMA_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define WGMMA_D_64 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16), WGMMA_D8(24)
+#define WGMMA_D_32 WGMMA_D8(0), WGMMA_D8(8)
+#define WGMMA_D_64 WGMMA_D_32, WGMMA_D8(16), WGMMA_D8(24)
 #define WGMMA_D_80 WGMMA_D_64, WGMMA_D8(32)
 #define WGMMA_D_96 WGMMA_D_80, WGMMA_D8(40)
 #define WGMMA_D_128 WGMMA_D_96, WGMMA_D8(48), WGMMA_D8(56)
-#define WGMMA_NAMES_64 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA_NAMES_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define WGMMA_NAMES_64 WGMMA_NAMES_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define WGMMA_NAMES_80 WGMMA_NAMES_64 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define WGMMA_NAMES_96 WGMMA_NAMES_80 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define WGMMA_NAMES_128 WGMMA_NAMES_96 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
@@ -255,6 +263,7 @@ template <int K> __device__ static inline void wgmma_hold(uint32_t (&a)[K][4]) {
         if constexpr (std::is_same<T, __half>::value) WGMMA_REGISTERS(N, "f16", i0, i1, i2, i3, i4, i5, i6);           \
         else WGMMA_REGISTERS(N, "bf16", i0, i1, i2, i3, i4, i5, i6);                                                   \
     }
+WGMMA_DEFINE(32, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_DEFINE(64, 32, 33, 34, 35, 36, 37, 38)
 WGMMA_DEFINE(80, 40, 41, 42, 43, 44, 45, 46)
 WGMMA_DEFINE(96, 48, 49, 50, 51, 52, 53, 54)
