@@ -843,8 +843,8 @@ static void hf_export_tokenizer(HfExport *e, const char *init_from) {
     if (copied == 0) note("export to %s: no tokenizer beside the weights; copy tokenizer.json there to use the model with text", e->shown);
 }
 
-// Appends one row to the file being written: rounded to dtype, and turned where Hugging Face wants it. block is as
-// hf_buffers says, of dtype.
+// Appends one row to the file being written: rounded to dtype as masters are rounded into weights, and turned where Hugging
+// Face wants it. block is as hf_buffers says, of dtype.
 static void hf_export_row(HfExport *e, SafeWriter *w, const ParamDesc *r, DType dtype, const float *values, void *block) {
     int64_t OC = r->shape[0], C = r->shape[1];
     int64_t width = r->hf_transposed ? OC : C, height = r->hf_transposed ? C : OC; // of the tensor in the file
@@ -854,7 +854,8 @@ static void hf_export_row(HfExport *e, SafeWriter *w, const ParamDesc *r, DType 
         for (int64_t i = 0; i < n; i++) {
             for (int64_t k = 0; k < width; k++) {
                 float x = values[r->hf_transposed ? k * C + top + i : (top + i) * C + k];
-                dtype_store(block, dtype, i * width + k, x);
+                if (dtype == DTYPE_BF16) ((uint16_t *)block)[i * width + k] = master_to_bf16(x);
+                else dtype_store(block, dtype, i * width + k, x);
                 if (!isfinite(dtype_load(block, dtype, i * width + k)))
                     hf_export_fail(e, EXIT_NUMERICS, "%s has %g at [%" PRId64 ", %" PRId64 "], which %s cannot hold%s", r->name, (double)x,
                         top + i, k, dtype_name(dtype), isfinite(x) ? "; export as bf16 or fp32" : "");

@@ -314,6 +314,7 @@ static void optimizer_judge(Optimizer *o, Zero *z, double loss, double norm, int
 
 // Enqueues the kernels of an update.
 static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
+    DType master = master_dtype(z->model);
     for (int u = 0; u < z->model->table.n_units; u++) {
         UnitState *unit = &z->unit[u];
         int64_t decays = z->model->table.unit[u].decay_numel, to_shard = unit->update_first - unit->shard_numel * z->gather_group.rank;
@@ -323,8 +324,8 @@ static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
             if (n == 0) continue;
             UpdateRange r;
             memset(&r, 0, sizeof r);
-            r.param = tensor1((char *)unit->param_shard + (to_shard + from) * dtype_bytes(z->model->dtype), z->model->dtype, n);
-            r.master = tensor1(unit->master + from, DTYPE_FP32, n);
+            r.param = tensor1((char *)zero_updated_param(z, unit) + from * dtype_bytes(z->model->dtype), z->model->dtype, n);
+            r.master = tensor1((char *)unit->master + from * dtype_bytes(master), master, n);
             r.grad = zero_grad_part(z, u, to_shard + from, n);
             for (int i = 0; i < z->n_states; i++) r.state[i] = tensor1(unit->state[i] + from, DTYPE_FP32, n);
             r.weight_decay = part == 0 ? o->cfg->optimizer.weight_decay : 0;

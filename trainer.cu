@@ -259,7 +259,7 @@ static void trainer_print_start(const Trainer *t) {
     print_table_row("device", "%s, %.1f GiB%s", d.name, (double)d.memory_bytes / mib / 1024, d.is_gpu ? "" : " of memory");
     print_table_row("model", "%s: n_layer %" PRId64 ", n_head %" PRId64 ", n_embd %" PRId64 ", n_inner %" PRId64 ", vocab_size %" PRId64 " (padded %" PRId64 "), n_positions %" PRId64 "; %" PRId64 " parameters",
                     t->model.arch->name, m->n_layer, m->n_head, m->n_embd, m->n_inner, m->vocab_size, t->model.Vp, m->n_positions, table_param_count(&t->model.table));
-    print_table_row("precision", "%s weights and activations, fp32 masters and optimizer states%s", dtype_name(t->model.dtype),
+    print_table_row("precision", "%s weights and activations, fp32 masters%s and optimizer states%s", dtype_name(t->model.dtype), t->model.dtype == DTYPE_BF16 ? " (weight + 16 bits)" : "",
                     !cfg->fp16.enabled ? "" : t->opt.scaler.dynamic ? ", dynamic loss scale" : ", static loss scale");
     if (!trainer_only_reads(cfg)) {
         print_table_row("batch", "%" PRId64 " samples of %" PRId64 " tokens an update = %" PRId64 " micro-batches of %" PRId64, cfg->batch.train_batch_size, cfg->run.seq_len,

@@ -2,19 +2,21 @@
 //
 // N ranks that compute on different data hold the same weights, and would hold N copies of everything. ZeRO (Rajbhandari et
 // al. 2020) removes the copies: of P parameters each rank keeps 1/N of the masters and optimizer states (stage 1), of the
-// gradients (2), of the weights (3), and the whole exists only while somebody computes with it. In bytes a rank, for
-// 16-bit weights, fp32 masters and gradients, and AdamW, and in bytes of the messages of an update of m micro-batches (of which
+// gradients (2), of the weights (3), and the whole exists only while somebody computes with it. In bytes a rank, for bf16
+// weights, fp32 masters and gradients, and AdamW, and in bytes of the messages of an update of m micro-batches (of which
 // a rank sends and receives (N-1)/N):
 //
 //              weights   gradients   masters + states   summed         gathered
-//     stage 0    2 P        4 P          12 P           4 P            4 P            sums go to everybody
-//     stage 1    2 P        4 P          12 P / N       4 P            2 P            each rank updates its part, then the parts are gathered
-//     stage 2    2 P        4 P / N      12 P / N       4 P m          2 P            a unit's gradient is summed into its parts as soon as it is whole
-//     stage 3    2 P / N    4 P / N      12 P / N       4 P m          up to 4 P m    a unit's weights are gathered before it computes, dropped after
+//     stage 0    2 P        4 P          10 P           4 P            4 P            sums go to everybody
+//     stage 1    2 P        4 P          10 P / N       4 P            2 P            each rank updates its part, then the parts are gathered
+//     stage 2    2 P        4 P / N      10 P / N       4 P m          2 P            a unit's gradient is summed into its parts as soon as it is whole
+//     stage 3    2 P / N    4 P / N      10 P / N       4 P m          up to 4 P m    a unit's weights are gathered before it computes, dropped after
 //
-// plus a few whole units in flight (Zero.param_pool, Zero.grad_pool). Gradients that travel in 16 bits (communication_data_type) are
-// 2 P of messages instead of 4 P, and shards of them in bf16 (grad_accum_dtype) 2 P of memory. Without reduce_scatter each sum is
-// an all-reduce, which moves twice the bytes and gives the same sums.
+// plus a few whole units in flight (Zero.param_pool, Zero.grad_pool). Of those 10 bytes the masters take 2, since a master is
+// its bf16 weight and a remainder, exact to the last bit (runtime/tensor.h); in fp16, which has fewer exponents, they take 4.
+// Gradients that travel in 16 bits (communication_data_type) are 2 P of messages instead of 4 P, and shards of them in bf16
+// (grad_accum_dtype) 2 P of memory. Without reduce_scatter each sum is an all-reduce, which moves twice the bytes and gives
+// the same sums.
 //
 // The model sees none of this. It asks for a unit through four verbs:
 //
@@ -95,7 +97,7 @@ typedef struct {
     int64_t update_first, update_numel; // elements of the unit that this rank updates
     void *param;          // (whole) model's dtype; null while the unit is sharded and has no buffer
     void *param_shard;    // (shard_numel) inside `param`, or at stage 3 of its own
-    float *master;        // (update_numel) fp32; the same memory as the weights when the model is fp32
+    void *master;         // (update_numel) of master_dtype; the same memory as the weights when the model is fp32
     float *state[ZERO_STATES_MAX]; // (update_numel) fp32
     float *grad;          // (whole) fp32; from stage 2 on only between grad_begin and the end of the reduction
     void *grad_shard;     // (shard_numel) fp32 inside `grad`, or from stage 2 on of its own, in grad_accum_dtype
@@ -232,6 +234,9 @@ static Tensor zero_grad_part(const Zero *z, int unit, int64_t from, int64_t n) {
     return tensor1((char *)z->unit[unit].grad_shard + from * dtype_bytes(t), t, n);
 }
 
+// fp32, or what bf16 weights lack of it.
+static DType master_dtype(const Model *m) { return m->dtype == DTYPE_BF16 ? DTYPE_REMAINDER : DTYPE_FP32; }
+
 // `kept`: elements of the blocks before this one that stay whole.
 static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int64_t kept) {
     bool is_block = m->table.unit[unit].kind == UNIT_BLOCK;
@@ -249,7 +254,7 @@ static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int
     u.dedicated = !layout_shards_params(l) || !is_block || small;
     u.param_bytes = u.dedicated ? u.whole * element : 0;
     u.param_shard_bytes = layout_shards_params(l) ? u.shard_numel * element : 0;
-    u.master_bytes = m->dtype == DTYPE_FP32 ? 0 : u.update_numel * 4; // fp32 weights are their own masters
+    u.master_bytes = m->dtype == DTYPE_FP32 ? 0 : u.update_numel * dtype_bytes(master_dtype(m)); // fp32 weights are their own masters
     u.state_bytes = l->n_states > 0 ? u.update_numel * 4 : 0;
     u.grad_bytes = l->with_gradients && !(layout_shards_grads(l) && is_block) ? u.whole * 4 : 0;
     u.grad_shard_bytes = l->with_gradients && layout_shards_grads(l) ? u.shard_numel * dtype_bytes(l->opt.grad_accum_dtype) : 0;
@@ -336,8 +341,8 @@ static void zero_init_unit(Zero *z, int u) {
     s->reduced = event_create();
     s->param = zero_alloc(z, l->param_bytes, l->param_shard_bytes ? MEMORY_BUFFERS : MEMORY_WEIGHTS);
     s->param_shard = l->param_shard_bytes ? zero_alloc(z, l->param_shard_bytes, MEMORY_WEIGHTS) : (char *)s->param + s->shard_numel * rank * element;
-    s->master = (float *)zero_alloc(z, l->master_bytes, MEMORY_MASTERS);
-    if (!s->master) s->master = (float *)(l->param_shard_bytes ? s->param_shard : (char *)s->param + s->update_first * element);
+    s->master = zero_alloc(z, l->master_bytes, MEMORY_MASTERS);
+    if (!s->master) s->master = (l->param_shard_bytes ? s->param_shard : (char *)s->param + s->update_first * element);
     for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)zero_alloc(z, l->state_bytes, MEMORY_OPTIMIZER_STATES);
     s->grad = (float *)zero_alloc(z, l->grad_bytes, l->grad_shard_bytes ? MEMORY_BUFFERS : MEMORY_GRADIENTS);
     s->grad_shard = zero_alloc(z, l->grad_shard_bytes, MEMORY_GRADIENTS);
@@ -718,6 +723,11 @@ static void zero_finish_grads(Zero *z) {
 // What a row's values are read from or written to.
 typedef enum { STATE_MASTER, STATE_OPTIMIZER_0, STATE_OPTIMIZER_1, STATE_GRAD } StateKind;
 
+// The weights that this rank updates: element update_first of the unit, and on.
+static void *zero_updated_param(const Zero *z, const UnitState *s) {
+    return (char *)s->param_shard + (s->update_first - s->shard_numel * z->gather_group.rank) * dtype_bytes(z->model->dtype);
+}
+
 // The elements of a row that this rank updates, as a range of the row without its padding; empty if last <= first.
 static void zero_row_range(const Zero *z, const ParamDesc *r, int64_t *first, int64_t *last) {
     const UnitState *s = &z->unit[r->unit];
@@ -725,48 +735,79 @@ static void zero_row_range(const Zero *z, const ParamDesc *r, int64_t *first, in
     *last = min_i64(param_numel(r), s->update_first + s->update_numel - r->offset);
 }
 
+// The whole of an array of a unit, of which this rank updates `part`: gathered into `whole`, in Zero.staging, where it is shared.
+static const void *zero_gather_part(Zero *z, const UnitState *s, const void *part, DType type, void *whole) {
+    if (z->gather_group.size == 1 || !zero_shards_updates(z)) return part;
+    event_record(z->computed, z->gather_stream);
+    stream_wait_event(z->stream, z->computed); // the group's channel is free
+    comm_all_gather(z->gather_group, whole, part, s->shard_numel, type, z->stream);
+    event_record(z->computed, z->stream);
+    stream_wait_event(z->gather_stream, z->computed);
+    return whole;
+}
+
+// The masters of a row, joined from weights and remainders; both are gathered as 16-bit elements.
+static void zero_read_split(Zero *z, const ParamDesc *r, float *values) {
+    const UnitState *s = &z->unit[r->unit];
+    int64_t n = param_numel(r);
+    uint16_t *weight = (uint16_t *)host_alloc((size_t)n * 2), *remainder = (uint16_t *)host_alloc((size_t)n * 2);
+    const uint16_t *whole = (const uint16_t *)zero_gather_part(z, s, zero_updated_param(z, s), DTYPE_BF16, z->staging);
+    device_copy(weight, whole + r->offset, n * 2, COPY_TO_HOST, z->stream);
+    whole = (const uint16_t *)zero_gather_part(z, s, s->master, DTYPE_BF16, z->staging);
+    device_copy(remainder, whole + r->offset, n * 2, COPY_TO_HOST, z->stream);
+    stream_sync(z->stream);
+#pragma omp parallel for simd
+    for (int64_t i = 0; i < n; i++) values[i] = master_join(weight[i], remainder[i]);
+    free(weight);
+    free(remainder);
+}
+
 // values = the (shape[0], shape[1]) tensor, without padding, in host memory.
 static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];
     CHECK(r->tied_to < 0, "row %s has no storage of its own", r->name);
+    if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) { zero_read_split(z, r, values); return; }
     const float *grad = zero_shards_updates(z) ? (const float *)s->grad_shard : s->grad; // at stage 0 every rank has the whole sum
-    const float *part = kind == STATE_MASTER ? s->master : kind == STATE_GRAD ? grad : s->state[kind - STATE_OPTIMIZER_0], *whole = part;
+    const float *part = kind == STATE_MASTER ? (const float *)s->master : kind == STATE_GRAD ? grad : s->state[kind - STATE_OPTIMIZER_0];
     CHECK(part, "state %d is not there", (int)kind);
-    if (!z->staging) z->staging = (float *)zero_alloc(z, z->layout.staging_numel * 4, MEMORY_BUFFERS);
     if (kind == STATE_GRAD && zero_shard_dtype(z) != DTYPE_FP32) {
         Tensor mine = tensor1(z->staging + s->shard_numel * z->gather_group.rank, DTYPE_FP32, s->shard_numel);
         convert(mine, zero_grad_part(z, r->unit, 0, s->shard_numel), z->stream);
-        part = whole = (const float *)mine.data;
+        part = (const float *)mine.data;
     }
-    if (z->gather_group.size > 1 && zero_shards_updates(z)) {
-        event_record(z->computed, z->gather_stream);
-        stream_wait_event(z->stream, z->computed); // the group's channel is free
-        comm_all_gather(z->gather_group, z->staging, part, s->shard_numel, DTYPE_FP32, z->stream);
-        event_record(z->computed, z->stream);
-        stream_wait_event(z->gather_stream, z->computed);
-        whole = z->staging;
-    }
+    const float *whole = (const float *)zero_gather_part(z, s, part, DTYPE_FP32, z->staging);
     device_copy(values, whole + r->offset, param_numel(r) * 4, COPY_TO_HOST, z->stream);
     stream_sync(z->stream);
+}
+
+// Masters in host memory become the weights and remainders of the unit's elements from `at` on, which this rank updates.
+static void zero_write_split(Zero *z, const UnitState *s, int64_t at, int64_t n, const float *values) {
+    uint16_t *weight = (uint16_t *)host_alloc((size_t)n * 2), *remainder = (uint16_t *)host_alloc((size_t)n * 2);
+#pragma omp parallel for simd
+    for (int64_t i = 0; i < n; i++) weight[i] = master_to_bf16(values[i]), remainder[i] = master_remainder(values[i]);
+    device_copy((uint16_t *)zero_updated_param(z, s) + at - s->update_first, weight, n * 2, COPY_TO_DEVICE, z->stream);
+    device_copy((uint16_t *)s->master + at - s->update_first, remainder, n * 2, COPY_TO_DEVICE, z->stream);
+    stream_sync(z->stream); // the host's memory may go
+    free(weight);
+    free(remainder);
 }
 
 // The mirror; `values` are the same on every rank. Writing the masters also rounds them into the weights.
 static void zero_tensor_write(Zero *z, int row, StateKind kind, const float *values) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];
-    float *part = kind == STATE_MASTER ? s->master : s->state[kind - STATE_OPTIMIZER_0];
+    float *part = kind == STATE_MASTER ? (float *)s->master : s->state[kind - STATE_OPTIMIZER_0];
     int64_t first, last;
     CHECK(r->tied_to < 0 && kind != STATE_GRAD && part, "row %s, state %d is not there", r->name, (int)kind);
     zero_row_range(z, r, &first, &last);
-    if (first < last) {
-        int64_t n = last - first, element = dtype_bytes(z->model->dtype);
-        float *at = part + (r->offset + first - s->update_first);
-        device_copy(at, values + first, n * 4, COPY_TO_DEVICE, z->stream);
-        if (kind == STATE_MASTER && z->model->dtype != DTYPE_FP32) {
-            char *param = (char *)s->param_shard + (r->offset + first - s->shard_numel * z->gather_group.rank) * element;
-            convert(tensor1(param, z->model->dtype, n), tensor1(at, DTYPE_FP32, n), z->stream);
-        }
+    int64_t n = last - first, at = r->offset + first;
+    if (n > 0 && kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) zero_write_split(z, s, at, n, values + first);
+    else if (n > 0) {
+        part += at - s->update_first;
+        device_copy(part, values + first, n * 4, COPY_TO_DEVICE, z->stream);
+        if (kind == STATE_MASTER && z->model->dtype == DTYPE_FP16)
+            convert(tensor1((uint16_t *)zero_updated_param(z, s) + at - s->update_first, DTYPE_FP16, n), tensor1(part, DTYPE_FP32, n), z->stream);
         stream_sync(z->stream); // the caller's memory may go
     }
     if (kind == STATE_MASTER) zero_weights_changed(z);
@@ -775,11 +816,10 @@ static void zero_tensor_write(Zero *z, int row, StateKind kind, const float *val
 // Masters become what the weights are: the digits that only they had are gone (load_from_fp32_weights false).
 static void zero_masters_from_weights(Zero *z) {
     if (z->model->dtype == DTYPE_FP32) return; // they are the weights
-    int64_t element = dtype_bytes(z->model->dtype);
     for (int u = 0; u < z->model->table.n_units; u++) {
         const UnitState *s = &z->unit[u];
-        const char *param = (const char *)s->param_shard + (s->update_first - s->shard_numel * z->gather_group.rank) * element;
-        convert(tensor1(s->master, DTYPE_FP32, s->update_numel), tensor1((void *)param, z->model->dtype, s->update_numel), z->stream);
+        if (master_dtype(z->model) == DTYPE_REMAINDER) device_memset(s->master, 0, s->update_numel * 2, z->stream);
+        else convert(tensor1(s->master, DTYPE_FP32, s->update_numel), tensor1(zero_updated_param(z, s), z->model->dtype, s->update_numel), z->stream);
     }
 }
 

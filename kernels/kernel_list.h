@@ -91,9 +91,11 @@ void fill(Tensor t, float value, Stream stream);
 // All pointers are to the backend's memory; loss_scale > 0.
 void update_control(UpdateControl *control, const double *sum_squares, const double *sum_loss, double loss_scale, double gradient_clipping, Stream stream);
 
-// Optimizers. master and the states are f32 (n), grad f32 or bf16 (n); param act (n) gets the rounded master. In fp32
-// training param and master are the same memory. g = grad * control->grad_scale; nothing is written where control->apply
-// is 0. control is in the backend's memory.
+// Optimizers. The states are f32 (n), grad f32 or bf16 (n), w the master weight in fp32. master is f32 (n), and param act (n)
+// gets it rounded: to bf16 with ties away from zero, to fp16 with ties to even; in fp32 training the two are the same memory.
+// Or master is DTYPE_REMAINDER (n), and w is param, bf16 (n), joined with it (master_join in runtime/tensor.h); results are
+// the same bit for bit. g = grad * control->grad_scale; nothing is written where control->apply is 0. control is in the
+// backend's memory.
 
 // AdamW (Loshchilov and Hutter 2019): [decoupled: w -= lr*wd*w, else g += wd*w]; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
 // w -= lr * (m / bias_correction1) / (sqrt(v / bias_correction2) + eps).

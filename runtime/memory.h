@@ -4,7 +4,7 @@
 
 typedef enum {
     MEMORY_WEIGHTS,          // of the model, in its type: what this rank keeps of them
-    MEMORY_MASTERS,          // fp32 weights that the optimizer updates, where the model's are of another type
+    MEMORY_MASTERS,          // what the optimizer updates beside 16-bit weights: fp32 masters, or what bf16 weights lack of them
     MEMORY_GRADIENTS,
     MEMORY_OPTIMIZER_STATES,
     MEMORY_BUFFERS,          // whole units in flight between ranks, and room for tensors on their way in or out

@@ -12,6 +12,7 @@
 #include "../kernels/cpu/vector_math.h"
 #include "dies.h"
 #include "harness.h"
+#include <float.h>
 #include <omp.h>
 #include <sys/resource.h>
 
@@ -44,7 +45,7 @@ static const KernelBound gpu_bounds[DTYPE_COUNT] = {
 // Cases: a kernel, a shape, an element type, and the operands made for them
 
 typedef enum { ROLE_IN, ROLE_OUT, ROLE_INOUT } OperandRole;
-enum { OPERAND_INT32 = DTYPE_COUNT, OPERAND_DOUBLE, OPERANDS_MAX = 10 };
+enum { OPERAND_INT32 = DTYPE_COUNT + 1, OPERAND_DOUBLE, OPERANDS_MAX = 10 };
 
 typedef struct {
     const char *name;
@@ -1196,6 +1197,107 @@ static void test_hash_words(Test *t) {
     free(x);
 }
 
+// Of the 65536 masters with that high half, those whose halves do not join to the same bits, or whose weight is not its
+// rounding to even, but for ties, which move away from zero. NaN becomes the quiet NaN of its sign.
+__attribute__((noinline)) static int split_errors(uint32_t high) { // apart, or the compiler does not vectorise it
+    int errors = 0;
+    for (uint32_t low = 0; low < 1 << 16; low++) {
+        const uint32_t bits = high << 16 | low, sign = high & 0x8000u;
+        const float master = bits_float(bits);
+        const uint32_t weight = master_to_bf16(master), remainder = master_remainder(master), even = float_to_bf16(master);
+        const uint32_t joined = float_bits(master_join((uint16_t)weight, (uint16_t)remainder)), want = low == 0x8000u ? high + 1 : even;
+        const int wrong_nan = (weight != (sign | 0x7fc0u)) | (remainder != 0), wrong = (weight != want) | (joined != bits);
+        errors += (bits & 0x7fffffffu) > 0x7f800000u ? wrong_nan : wrong;
+    }
+    return errors;
+}
+// Every fp32 there is (where the compiler optimises less: every low half beside some of the high ones, the edges among them).
+static void test_split_masters(Test *t) {
+#if defined(DEBUG) || defined(__SANITIZE_ADDRESS__)
+    const uint32_t step = 509;
+#else
+    const uint32_t step = 1;
+#endif
+    int64_t wrong = 0, n = 0;
+#pragma omp parallel for reduction(+ : wrong, n)
+    for (uint32_t high = 0; high < 1 << 16; high++) {
+        const uint32_t magnitude = high & 0x7fffu;
+        if (high % step && magnitude > 2 && magnitude < 0x7f7e) continue;
+        wrong += split_errors(high);
+        n += 1 << 16;
+    }
+    t->compared += n;
+    expect_true(t, wrong == 0, "%" PRId64 " of %" PRId64 " masters are not what their halves say", wrong, n);
+    expect_true(t, master_to_bf16(FLT_MAX) == 0x7f80 && master_join(0x7f80, master_remainder(FLT_MAX)) == FLT_MAX, "the largest master is %g", (double)master_join(0x7f80, master_remainder(FLT_MAX)));
+    expect_true(t, master_to_bf16(-INFINITY) == 0xff80 && master_remainder(-INFINITY) == 0 && isnan(bf16_to_float(master_to_bf16(-NAN))), "infinity or NaN");
+}
+
+// Masters of all kinds, by place: ordinary ones, ties of bf16, those beyond its range, subnormal ones, zeros, infinity.
+static float split_master_value(int64_t i) {
+    const uint32_t random = (uint32_t)rng_bits(5, 6, (uint64_t)i);
+    const uint32_t kinds[] = {0, 0, (random & 0xbfff0000u) | 0x8000u, 0x7f7f8000u | (random & 0x80007fffu), random & 0x807fffffu, random & 0x80000000u, 0x7f800000u | (random & 0x80000000u)};
+    return i % 7 > 1 ? bits_float(kinds[i % 7]) : (float)rng_normal(5, 7, (uint64_t)i);
+}
+
+typedef struct {
+    int rule, shift; // elements that all arrays start after an aligned address
+    DType grad;
+} SplitCase;
+enum { SPLIT_WHOLE, SPLIT_WHOLE_MASTER, SPLIT_M, SPLIT_V, SPLIT_WEIGHT, SPLIT_REMAINDER, SPLIT_M2, SPLIT_V2, SPLIT_GRAD, SPLIT_CONTROL, SPLIT_CASE, SPLIT_OPERANDS };
+
+static Tensor raw_tensor(const RawOperand *o, DType type, int shift) {
+    const int64_t size = dtype_bytes(type);
+    return tensor1((char *)o->memory + shift * size, type, o->n_bytes / size - shift);
+}
+// Four updates of masters in fp32, then four of the same masters split.
+static void call_split_updates(RawOperand *op, bool backend, Stream s) {
+    const SplitCase *c = (const SplitCase *)op[SPLIT_CASE].bytes;
+    const UpdateControl *control = (const UpdateControl *)op[SPLIT_CONTROL].memory;
+    const Tensor grad = raw_tensor(&op[SPLIT_GRAD], c->grad, c->shift);
+    for (int step = 0; step < 8; step++) {
+        RawOperand *o = step < 4 ? &op[SPLIT_WHOLE] : &op[SPLIT_WEIGHT];
+        const Tensor weight = raw_tensor(&o[0], DTYPE_BF16, c->shift), master = raw_tensor(&o[1], step < 4 ? DTYPE_FP32 : DTYPE_REMAINDER, c->shift);
+        const Tensor m = raw_tensor(&o[2], DTYPE_FP32, c->shift), v = raw_tensor(&o[3], DTYPE_FP32, c->shift);
+        const AdamWArgs adamw = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f, c->shift > 0};
+        const SgdArgs sgd = {1e-3f, 0.9f, 0.1f, 0.1f, c->shift > 0, step % 4 == 0};
+        if (c->rule == 0) KERNEL_CALL(adamw_update, weight, master, grad, m, v, adamw, control, s);
+        else if (c->rule == 1) KERNEL_CALL(lion_update, weight, master, grad, m, lion_args, control, s);
+        else KERNEL_CALL(sgd_update, weight, master, grad, m, sgd, control, s);
+    }
+}
+static bool same_float(float a, float b) { return float_bits(a) == float_bits(b) || (isnan(a) && isnan(b)); }
+static void split_updates_row(Test *t, SplitCase c, bool backend) {
+    enum { N = 5003 };
+    static uint16_t weight[2][N], remainder[N];
+    static float master[N], m[2][N], v[2][N], grad[N];
+    for (int64_t i = 0; i < N; i++) {
+        master[i] = split_master_value(i);
+        weight[0][i] = weight[1][i] = master_to_bf16(master[i]);
+        remainder[i] = master_remainder(master[i]);
+        m[0][i] = m[1][i] = 0.01f * (float)rng_normal(5, 8, (uint64_t)i);
+        v[0][i] = v[1][i] = 0.01f * (float)rng_uniform(5, 9, (uint64_t)i);
+        dtype_store(grad, c.grad, i, i % 11 ? (float)rng_normal(5, 10, (uint64_t)i) : 0.0f);
+    }
+    UpdateControl control = {1, 1, 0.3f, 1};
+    RawOperand op[SPLIT_OPERANDS] = {{weight[0], NULL, N * 2}, {master, NULL, N * 4}, {m[0], NULL, N * 4}, {v[0], NULL, N * 4}, {weight[1], NULL, N * 2}, {remainder, NULL, N * 2},
+                                     {m[1], NULL, N * 4}, {v[1], NULL, N * 4}, {grad, NULL, N * dtype_bytes(c.grad)}, {&control, NULL, sizeof control}, {&c, NULL, sizeof c}};
+    raw_run(call_split_updates, op, SPLIT_OPERANDS, backend);
+    int64_t wrong = 0, example = 0, moved = 0;
+    for (int64_t i = 0; i < N; i++) {
+        const bool same = weight[0][i] == weight[1][i] && same_float(master[i], master_join(weight[1][i], remainder[i])) && same_float(m[0][i], m[1][i]) && same_float(v[0][i], v[1][i]);
+        if (!same) wrong++, example = i;
+        moved += !same_float(master[i], split_master_value(i));
+    }
+    t->compared += 3 * N;
+    expect_true(t, wrong == 0, "rule %d, %s gradients: %" PRId64 " elements differ, such as %" PRId64 ": %.9g in fp32, %.9g split", c.rule, dtype_name(c.grad), wrong, example,
+                (double)master[example], (double)master_join(weight[1][example], remainder[example]));
+    expect_true(t, moved > N / 2, "rule %d: only %" PRId64 " masters moved", c.rule, moved);
+}
+// Split masters and fp32 masters go through the same bits, whatever the rule.
+static void test_split_updates(Test *t) {
+    for (int k = 0; k < 2 * 3 * 2 * 2; k++) split_updates_row(t, {k / 2 % 3, k / 6 % 2, k / 12 ? DTYPE_BF16 : DTYPE_FP32}, k % 2);
+}
+
 // x rounded to `bits` bits of mantissa, smallest exponent e_min, largest value max: computed in double with nearbyint.
 static double reference_round_bits(double x, int bits, int e_min, double max) {
     if (isnan(x) || isinf(x) || x == 0) return x;
@@ -1417,6 +1519,8 @@ static const TestRow kernel_tests[] = {
     {"sum_squares_special", test_sum_squares_special},
     {"update_control", test_update_control},
     {"hash_words", test_hash_words},
+    {"split_masters", test_split_masters},
+    {"split_updates", test_split_updates},
     {"convert_special", test_convert_special},
     {"classifier_special", test_classifier_special},
     {NULL, NULL},

@@ -907,12 +907,45 @@ static void test_vocabulary_padding(Test *t) {
     float *values = (float *)host_alloc((size_t)wte->numel * 4);
     for (int kind = STATE_MASTER; kind <= STATE_GRAD; kind++) {
         const UnitState *unit = &trainer->zero.unit[0];
-        const float *at = kind == STATE_MASTER ? unit->master : kind == STATE_GRAD ? unit->grad : unit->state[kind - STATE_OPTIMIZER_0];
+        const float *at = kind == STATE_MASTER ? (const float *)unit->master : kind == STATE_GRAD ? unit->grad : unit->state[kind - STATE_OPTIMIZER_0];
         device_copy(values, at + wte->offset, wte->numel * 4, COPY_TO_HOST, trainer->stream);
         stream_sync(trainer->stream);
         for (int64_t k = 0; k < pad; k++) expect_near(t, "padding", values[param_numel(wte) + k], 0, 0);
     }
     free(values);
+    trainer_free(trainer);
+    free(trainer);
+    free(c);
+}
+
+// Masters under bf16: what is written is read back, bit for bit, the weights are its rounding, and it takes 2 bytes an element.
+static void test_split_storage(Test *t) {
+    Config *c = tiny_config();
+    config_set_dtype(c, DTYPE_BF16);
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    tiny_trainer(trainer, c);
+    Zero *z = &trainer->zero;
+    const ParamDesc *r = &z->model->table.row[z->model->table.unit[1].first_row + 2];
+    int64_t n = param_numel(r);
+    float *values = (float *)host_alloc((size_t)n * 4), *back = (float *)host_alloc((size_t)n * 4);
+    uint16_t *weights = (uint16_t *)host_alloc((size_t)n * 2);
+    for (int64_t i = 0; i < n; i++) values[i] = split_master_value(i);
+    zero_tensor_write(z, (int)(r - z->model->table.row), STATE_MASTER, values);
+    zero_tensor_read(z, (int)(r - z->model->table.row), STATE_MASTER, back);
+    expect_same_bytes(t, "masters", back, values, n * 4);
+    device_copy(weights, (uint16_t *)z->unit[1].param + r->offset, n * 2, COPY_TO_HOST, trainer->stream);
+    stream_sync(trainer->stream);
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < n; i++) wrong += weights[i] != master_to_bf16(values[i]);
+    expect_equal_i64(t, "weights that are not the rounded master", wrong, 0);
+    zero_masters_from_weights(z);
+    zero_tensor_read(z, (int)(r - z->model->table.row), STATE_MASTER, back);
+    for (int64_t i = 0; i < n; i++) values[i] = bf16_to_float(weights[i]);
+    expect_same_bytes(t, "masters made from the weights", back, values, n * 4);
+    expect_equal_i64(t, "bytes of masters, by those of two fp32 states", 4 * z->allocated.bytes[MEMORY_MASTERS], z->allocated.bytes[MEMORY_OPTIMIZER_STATES]);
+    free(values);
+    free(back);
+    free(weights);
     trainer_free(trainer);
     free(trainer);
     free(c);
@@ -992,7 +1025,7 @@ static void test_initialisation_is_a_function(Test *t) {
 static const TestRow trainer_tests[] = {
     {"accumulation", test_accumulation}, {"head in pieces", test_head_pieces}, {"repeats bit for bit", test_repeats}, {"evaluation leaves no trace", test_evaluation_leaves_no_trace},
     {"overflow skips", test_overflow_skips}, {"not finite", test_run_not_finite}, {"infinite gradient", test_infinite_gradient}, {"zero gradients", test_zero_gradients},
-    {"clipping", test_clipping}, {"short windows", test_short_windows}, {"vocabulary padding", test_vocabulary_padding}, {"untied head", test_untied_head}, {"optimizers learn", test_optimizers_learn},
+    {"clipping", test_clipping}, {"short windows", test_short_windows}, {"vocabulary padding", test_vocabulary_padding}, {"split masters", test_split_storage}, {"untied head", test_untied_head}, {"optimizers learn", test_optimizers_learn},
     {"initialisation", test_initialisation_is_a_function}, {NULL, NULL},
 };
 

@@ -1,5 +1,5 @@
 // optimizer.cpp - whether and how much: update_control; then AdamW, Lion and SGD on flat buffers. The formulas are in
-// kernel_list.h. Each update writes the rounded master weights to param, unless the two are one buffer.
+// kernel_list.h. Rules see masters in fp32, however they are stored.
 #include "rows.h"
 
 namespace cpu {
@@ -22,11 +22,27 @@ static int64_t update_numel(const char *kernel, Tensor param, Tensor master, Ten
     const int64_t n = tensor_numel(master);
     CHECK(tensor_numel(param) == n, "%s: param has %" PRId64 " elements, master %" PRId64, kernel, tensor_numel(param), n);
     CHECK(param.dtype != DTYPE_FP32 || param.data == master.data, "%s: fp32 param must be the master itself", kernel);
-    check_f32(kernel, "master", master, 1, n);
+    if (master.dtype == DTYPE_REMAINDER) check_act(kernel, "param of a split master", param, 1, n, DTYPE_BF16);
+    else check_f32(kernel, "master", master, 1, n);
     check_grad(kernel, "grad", grad, n);
     if (state1.data) check_f32(kernel, "first state", state1, 1, n);
     if (state2.data) check_f32(kernel, "second state", state2, 1, n);
     return control->apply ? n : 0;
+}
+
+// Masters at .. at+n-1: the tensor's own memory, or joined into scratch.
+static float *masters_load(Tensor param, Tensor master, int64_t at, int64_t n, float *__restrict scratch) {
+    if (master.dtype == DTYPE_FP32) return (float *)master.data + at;
+    const uint16_t *weight = (const uint16_t *)param.data + at, *remainder = (const uint16_t *)master.data + at;
+    for (int64_t i = 0; i < n; i++) scratch[i] = master_join(weight[i], remainder[i]);
+    return scratch;
+}
+
+static void masters_store(Tensor param, Tensor master, int64_t at, int64_t n, const float *__restrict w) {
+    if (param.dtype != DTYPE_BF16) { row_store(param, at, n, w); return; }
+    uint16_t *weight = (uint16_t *)param.data + at, *remainder = (uint16_t *)master.data + at;
+    for (int64_t i = 0; i < n; i++) weight[i] = master_to_bf16(w[i]);
+    if (master.dtype == DTYPE_REMAINDER) for (int64_t i = 0; i < n; i++) remainder[i] = master_remainder(w[i]);
 }
 
 static void adamw_block(float *__restrict w, const float *__restrict grad, float *__restrict m, float *__restrict v, int64_t n, AdamWArgs a, float grad_scale) {
@@ -46,11 +62,11 @@ void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, 
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
         const int64_t k = min_i64(UPDATE_BLOCK, n - at);
-        UNINITIALIZED float scratch[UPDATE_BLOCK];
+        UNINITIALIZED float scratch[UPDATE_BLOCK], joined[UPDATE_BLOCK];
         const float *g = row_load(grad, at, k, scratch);
-        float *w = (float *)master.data + at;
+        float *w = masters_load(param, master, at, k, joined);
         adamw_block(w, g, (float *)m.data + at, (float *)v.data + at, k, args, control->grad_scale);
-        row_store(param, at, k, w);
+        masters_store(param, master, at, k, w);
     }
 }
 
@@ -70,11 +86,11 @@ void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs ar
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
         const int64_t k = min_i64(UPDATE_BLOCK, n - at);
-        UNINITIALIZED float scratch[UPDATE_BLOCK];
+        UNINITIALIZED float scratch[UPDATE_BLOCK], joined[UPDATE_BLOCK];
         const float *g = row_load(grad, at, k, scratch);
-        float *w = (float *)master.data + at;
+        float *w = masters_load(param, master, at, k, joined);
         lion_block(w, g, (float *)m.data + at, k, args, control->grad_scale);
-        row_store(param, at, k, w);
+        masters_store(param, master, at, k, w);
     }
 }
 
@@ -102,12 +118,12 @@ void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer
 #pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
         const int64_t k = min_i64(UPDATE_BLOCK, n - at);
-        UNINITIALIZED float scratch[UPDATE_BLOCK];
+        UNINITIALIZED float scratch[UPDATE_BLOCK], joined[UPDATE_BLOCK];
         const float *g = row_load(grad, at, k, scratch);
-        float *w = (float *)master.data + at;
+        float *w = masters_load(param, master, at, k, joined);
         if (momentum_buffer.data) sgd_block(w, g, (float *)momentum_buffer.data + at, k, args, control->grad_scale);
         else sgd_block_plain(w, g, k, args, control->grad_scale);
-        row_store(param, at, k, w);
+        masters_store(param, master, at, k, w);
     }
 }
 

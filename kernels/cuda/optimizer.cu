@@ -77,44 +77,117 @@ struct SgdRule {
     }
 };
 
-template <typename T, typename G, int W, typename Rule>
-__device__ static inline void update_elements(T *param, float *master, const G *grad, int64_t at, float grad_scale, const Rule &rule) {
-    Vec<float, W> w = vec_load<W>(master + at);
+// Masters in fp32, and the weights rounded from them; T is the weights' type.
+template <typename T> struct WholeMaster {
+    T *param;
+    float *master;
+    template <int W> __device__ Vec<float, W> load(int64_t at) const { return vec_load<W>(master + at); }
+    template <int W> __device__ void store(int64_t at, Vec<float, W> w) const {
+        Vec<T, W> p;
+#pragma unroll
+        for (int i = 0; i < W; i++) p.set(i, w.v[i]);
+        vec_store<W>(master + at, w);
+        vec_store<W>(param + at, p);
+    }
+};
+
+// master_to_bf16 and master_remainder of runtime/tensor.h, side by side.
+struct MasterHalves {
+    uint16_t weight, remainder;
+    __device__ explicit MasterHalves(float master) {
+        const uint32_t u = __float_as_uint(master);
+        const bool nan = (u & 0x7fffffffu) > 0x7f800000u;
+        weight = (uint16_t)(nan ? (u >> 16 & 0x8000u) | 0x7fc0u : (u + 0x8000u) >> 16);
+        remainder = (uint16_t)(nan ? 0 : u);
+    }
+};
+
+template <> struct WholeMaster<__nv_bfloat16> {
+    uint16_t *param;
+    float *master;
+    template <int W> __device__ Vec<float, W> load(int64_t at) const { return vec_load<W>(master + at); }
+    template <int W> __device__ void store(int64_t at, Vec<float, W> w) const {
+        Vec<uint16_t, W> p;
+#pragma unroll
+        for (int i = 0; i < W; i++) p.v[i] = MasterHalves(w.v[i]).weight;
+        vec_store<W>(master + at, w);
+        vec_store<W>(param + at, p);
+    }
+};
+
+// Masters as a bf16 weight and a remainder.
+struct SplitMaster {
+    uint16_t *param, *remainder;
+    template <int W> __device__ Vec<float, W> load(int64_t at) const {
+        Vec<uint16_t, W> p = vec_load<W>(param + at), r = vec_load<W>(remainder + at);
+        Vec<float, W> w;
+#pragma unroll
+        for (int i = 0; i < W; i++) w.v[i] = __uint_as_float(((uint32_t)p.v[i] << 16) + (uint32_t)(int32_t)(int16_t)r.v[i]);
+        return w;
+    }
+    template <int W> __device__ void store(int64_t at, Vec<float, W> w) const {
+        Vec<uint16_t, W> p, r;
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+            const MasterHalves halves(w.v[i]);
+            p.v[i] = halves.weight;
+            r.v[i] = halves.remainder;
+        }
+        vec_store<W>(param + at, p);
+        vec_store<W>(remainder + at, r);
+    }
+};
+
+template <typename Master, typename G, int W, typename Rule>
+__device__ static inline void update_elements(const Master &master, const G *grad, int64_t at, float grad_scale, const Rule &rule) {
+    Vec<float, W> w = master.template load<W>(at);
     Vec<G, W> g = vec_load<W>(grad + at);
     typename Rule::template State<W> state = rule.template load<W>(at);
-    Vec<T, W> p;
 #pragma unroll
-    for (int i = 0; i < W; i++) {
-        w.v[i] = rule.template step<W>(state, i, w.v[i], g.at(i) * grad_scale);
-        p.set(i, w.v[i]);
-    }
+    for (int i = 0; i < W; i++) w.v[i] = rule.template step<W>(state, i, w.v[i], g.at(i) * grad_scale);
     rule.template store<W>(at, state);
-    vec_store<W>(master + at, w);
-    vec_store<W>(param + at, p);
+    master.template store<W>(at, w);
 }
 
-template <typename T, typename G, int W, typename Rule>
-__global__ void __launch_bounds__(UPDATE_THREADS) update_kernel(T *param, float *master, const G *grad, int64_t n, const UpdateControl *control, Rule rule) {
+template <typename Master, typename G, int W, typename Rule>
+__global__ void __launch_bounds__(UPDATE_THREADS) update_kernel(Master master, const G *grad, int64_t n, const UpdateControl *control, Rule rule) {
     if (!control->apply) return;
     const float grad_scale = control->grad_scale;
     int64_t at = ((int64_t)blockIdx.x * UPDATE_THREADS + threadIdx.x) * W;
-    if (at + W <= n) update_elements<T, G, W>(param, master, grad, at, grad_scale, rule);
-    else for (; at < n; at++) update_elements<T, G, 1>(param, master, grad, at, grad_scale, rule);
+    if (at + W <= n) update_elements<Master, G, W>(master, grad, at, grad_scale, rule);
+    else for (; at < n; at++) update_elements<Master, G, 1>(master, grad, at, grad_scale, rule);
+}
+
+// `aligned`: all arrays allow vectors.
+template <typename Master, typename Rule>
+static void update_launch_with(Master master, Tensor grad, bool aligned, Rule rule, const UpdateControl *control, Stream stream) {
+    const int64_t n = tensor_numel(grad);
+    GRAD_SWITCH(grad.dtype, WIDTH_SWITCH(aligned, 4,
+        update_kernel<Master, floatG, W><<<grid_blocks(ceil_div(n, UPDATE_THREADS * W)), UPDATE_THREADS, 0, (cudaStream_t)stream>>>(
+            master, elements<const floatG>(grad), n, control, rule)));
+    launch_check();
 }
 
 // `aligned`: the states allow vectors.
 template <typename Rule>
 static void update_launch(const char *kernel, Tensor param, Tensor master, Tensor grad, bool aligned, Rule rule, const UpdateControl *control, Stream stream) {
     const int64_t n = tensor_numel(param);
-    const cudaStream_t s = (cudaStream_t)stream;
-    check_f32(kernel, "master", master, 1, n);
+    check_shape(kernel, "master", master, 1, n);
     check_shape(kernel, "grad", grad, 1, n);
     if (n == 0) return;
     aligned = aligned && is_aligned(param.data, 16) && is_aligned(master.data, 16) && is_aligned(grad.data, 16);
-    FLOATX_SWITCH(param.dtype, GRAD_SWITCH(grad.dtype, WIDTH_SWITCH(aligned, 4,
-        update_kernel<floatX, floatG, W><<<grid_blocks(ceil_div(n, UPDATE_THREADS * W)), UPDATE_THREADS, 0, s>>>(
-            elements<floatX>(param), elements<float>(master), elements<const floatG>(grad), n, control, rule))));
-    launch_check();
+    if (master.dtype == DTYPE_REMAINDER) {
+        check_act(kernel, "param of a split master", param, 1, n, DTYPE_BF16);
+        update_launch_with(SplitMaster{elements<uint16_t>(param), elements<uint16_t>(master)}, grad, aligned, rule, control, stream);
+        return;
+    }
+    check_f32(kernel, "master", master, 1, n);
+    switch (param.dtype) {
+    case DTYPE_FP32: update_launch_with(WholeMaster<float>{elements<float>(param), elements<float>(master)}, grad, aligned, rule, control, stream); break;
+    case DTYPE_BF16: update_launch_with(WholeMaster<__nv_bfloat16>{elements<uint16_t>(param), elements<float>(master)}, grad, aligned, rule, control, stream); break;
+    case DTYPE_FP16: update_launch_with(WholeMaster<__half>{elements<__half>(param), elements<float>(master)}, grad, aligned, rule, control, stream); break;
+    default: CHECK(false, "%s: param is %s", kernel, dtype_name(param.dtype));
+    }
 }
 
 void cuda::adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, const UpdateControl *control, Stream stream) {
