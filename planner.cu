@@ -44,6 +44,10 @@ static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid
     return use;
 }
 
+// What the driver's context, the code of kernels and libraries and the rounding of pieces to 2 MiB take of a GPU beside all this:
+// 0.58 to 0.74 GiB on an H200 with one rank (docs/memory.md). NCCL takes more with many.
+static const int64_t PLAN_OTHERS_BYTES = KERNELS_ON_GPU ? (int64_t)1 << 30 : 0;
+
 // ---------------------------------------------------------------------------------------------------------------
 // --plan
 
@@ -73,6 +77,7 @@ static int plan_print(Config *first) {
     DeviceInfo device;
     bool present = first->device_memory == 0 && device_probe(0, &device);
     double room = first->device_memory > 0 ? first->device_memory * gib : present ? (double)device.memory_bytes : 0;
+    room = fmax(0, room - (double)PLAN_OTHERS_BYTES);
     const ModelConfig *c = &first->model;
     Model m;
     model_init(&m, c, first->dtype, first->run.logits_bytes, NULL);
@@ -81,7 +86,8 @@ static int plan_print(Config *first) {
     double unit = memory_total(&largest) >= 1e9 ? gib : mib;
     printf("%s: n_layer %" PRId64 ", n_head %" PRId64 ", n_embd %" PRId64 ", n_inner %" PRId64 ", vocab_size %" PRId64 ", %" PRId64 " parameters; %s, %s, ZeRO stage %" PRId64 ", %" PRId64 " tokens a sample\n",
            m.arch->name, c->n_layer, c->n_head, c->n_embd, c->n_inner, c->vocab_size, table_param_count(&m.table), dtype_name(first->dtype), optimizer_rules[first->optimizer.type].name, first->zero.stage, first->run.seq_len);
-    if (present) printf("device: %s, %.1f GiB\n", device.name, room / gib);
+    if (present) printf("device: %s, %.1f GiB\n", device.name, (double)device.memory_bytes / gib);
+    if (room > 0 && PLAN_OTHERS_BYTES > 0) printf("%.1f GiB of the device are left to its context and libraries\n", (double)PLAN_OTHERS_BYTES / gib);
     printf("%s of memory a rank\n%7s %6s %6s %7s ", unit == gib ? "GiB" : "MiB", "ranks", "micro", "accum", "batch");
     for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.10s", k == MEMORY_OPTIMIZER_STATES ? "states" : k == MEMORY_ACTIVATIONS ? "activat." : memory_names[k]);
     printf(" %10s", "total");

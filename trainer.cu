@@ -296,6 +296,19 @@ static void trainer_list_uses(Trainer *t) {
         if (t->pipe.prog[i].op != OP_LOAD) t->n_train_uses = list_pass(table, t->pipe.prog[i].op == OP_FWD, t->train_uses, t->n_train_uses);
 }
 
+// Refuses, before anything is allocated, what some rank's device has no room for.
+static void memory_must_fit(const Trainer *t) {
+    const double gib = 1024.0 * 1024 * 1024;
+    const int64_t *b = t->planned.bytes;
+    DeviceInfo d = device_info();
+    double planned = (double)memory_total(&t->planned), room = (double)(d.is_gpu ? device_free_bytes() : d.memory_bytes - device_allocated_bytes());
+    comm_host_all_reduce(&room, 1, COMM_MIN);
+    if (planned > room)
+        die_alike(EXIT_CONFIG, "out of memory: a rank needs %.2f GiB (weights %.2f, masters %.2f, gradients %.2f, optimizer states %.2f, buffers %.2f, activations %.2f, scratch %.2f), and %.2f are free; "
+                  "lower train_micro_batch_size_per_gpu or run.seq_len (activations), or raise zero_optimization.stage and the number of ranks (the others); --plan shows what that brings", planned / gib, (double)b[MEMORY_WEIGHTS] / gib,
+                  (double)b[MEMORY_MASTERS] / gib, (double)b[MEMORY_GRADIENTS] / gib, (double)b[MEMORY_OPTIMIZER_STATES] / gib, (double)b[MEMORY_BUFFERS] / gib, (double)b[MEMORY_ACTIVATIONS] / gib, (double)b[MEMORY_SCRATCH] / gib, room / gib);
+}
+
 // Everything but data and files: what a test needs, too. cfg is resolved. with_backward false: for sampling and export.
 static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool with_backward, int64_t B) {
     memset(t, 0, sizeof *t);
@@ -311,6 +324,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, t->stream);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
     t->planned = plan_memory(cfg, &t->model, grid, B, with_backward);
+    memory_must_fit(t);
     zero_init(&t->zero, &t->model, zero_options(&cfg->zero), t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
     trainer_list_uses(t);
     ActLayout acts = {&t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward};

@@ -113,6 +113,12 @@ BUGS = [
      "the hash of a part does not know its place"),
     ("replicas.cu", "z->unit[u].dedicated && zero_is_current(z, u)", "z->unit[u].dedicated", "parallel@2",
      "copies that are not gathered yet are compared"),
+    ("zero.cu", "+ l.wire_bytes + l.staging_numel * 4;", "+ l.wire_bytes;", "parallel@2",
+     "the plan forgets the way out"),
+    ("acts.cu", "slot = 2 * acts_tokens_bytes(l) + acts_dx_bytes(l);", "slot = 2 * acts_tokens_bytes(l);", "parallel",
+     "the plan forgets the gradient of the residual stream"),
+    ("zero.cu", "bytes[MEMORY_OPTIMIZER_STATES] += l.n_states * u->state_bytes;", "bytes[MEMORY_OPTIMIZER_STATES] += u->state_bytes;", "tables",
+     "the plan counts one state of AdamW"),
 ]
 
 

@@ -186,6 +186,12 @@ row_plan() {
     refuses 2 -c config.json --plan 1,2 run.stepz=1
 }
 
+row_too_large_for_memory() {
+    refuses 2 -c config.json model.n_layer=1000 model.n_embd=8192
+    says "out of memory: a rank needs 1"
+    says "lower train_micro_batch_size_per_gpu"
+}
+
 # mpirun calls a rank that leaves without MPI's own goodbye a crash.
 row_early_ends_under_mpirun() {
     local arguments

@@ -207,8 +207,47 @@ static void test_flops(Test *t) {
     table_free(&m.table);
 }
 
+// Any rank of any world: parts add up to the whole of one rank but for their rounding to ROW_ALIGN elements, all ranks hold
+// as much, and activations do not depend on the world.
+static void test_plan_any_world(Test *t) {
+    Config *c = tiny_config();
+    ModelConfig sizes = model_sizes(48, 32, 4096, 2048, 50257, true); // 10 billion parameters, none of which is allocated
+    Model m;
+    config_set_dtype(c, DTYPE_BF16);
+    c->run.seq_len = 2048;
+    model_init(&m, &sizes, c->dtype, 256 << 20, NULL);
+    GridAxes axes = {1, 1, 1, 1};
+    MemoryUse whole = plan_memory(c, &m, grid_make(0, axes), 1, true);
+    static const struct { MemoryKind kind; int from_stage; } parts[] = {{MEMORY_OPTIMIZER_STATES, 1}, {MEMORY_MASTERS, 1}, {MEMORY_GRADIENTS, 2}, {MEMORY_WEIGHTS, 3}};
+    static const int worlds[] = {2, 3, 7, 64, 1000};
+    expect_near(t, "states of one rank", (double)whole.bytes[MEMORY_OPTIMIZER_STATES], 8.0 * (double)table_param_count(&m.table), 1e-3 * (double)whole.bytes[MEMORY_OPTIMIZER_STATES]);
+    expect_equal_i64(t, "buffers of one rank", whole.bytes[MEMORY_BUFFERS], 0);
+    for (int w = 0; w < 5; w++) {
+        int N = axes.dp = worlds[w];
+        for (c->zero.stage = 0; c->zero.stage < 4; c->zero.stage++) {
+            MemoryUse one = plan_memory(c, &m, grid_make(0, axes), 1, true);
+            for (int r = 1; r < N; r += 1 + N / 8) {
+                MemoryUse other = plan_memory(c, &m, grid_make(r, axes), 1, true);
+                expect_same_bytes(t, "another rank's plan", &other, &one, sizeof one);
+            }
+            double slack = (double)N * ROW_ALIGN * 8 * m.table.n_units;
+            for (int i = 0; i < 4; i++) {
+                double all = (double)one.bytes[parts[i].kind] * (c->zero.stage >= parts[i].from_stage ? N : 1), want = (double)whole.bytes[parts[i].kind];
+                expect_true(t, all >= want && all <= want + slack, "%d ranks, stage %d: %s are %g, and %g on one rank", N, (int)c->zero.stage, memory_names[parts[i].kind], all, want);
+            }
+            expect_equal_i64(t, "activations", one.bytes[MEMORY_ACTIVATIONS], whole.bytes[MEMORY_ACTIVATIONS]);
+            expect_true(t, (one.bytes[MEMORY_BUFFERS] > 0) == (c->zero.stage > 0), "stage %d has buffers of %" PRId64, (int)c->zero.stage, one.bytes[MEMORY_BUFFERS]);
+        }
+    }
+    // A block keeps 16 C elements of 2 bytes and 4 + NH numbers of 4 for each token; the rest is shared by 48 of them.
+    double kept = 48.0 * 2048 * (16 * 4096 * 2 + (4 + 32) * 4);
+    expect_near(t, "activations", (double)whole.bytes[MEMORY_ACTIVATIONS], kept, 0.05 * kept);
+    model_free(&m);
+    free(c);
+}
+
 static const TestRow table_tests[] = {
-    {"parameter counts", test_param_counts}, {"layout of parameters", test_param_layout}, {"initial values", test_initial_values}, {"FLOP per token", test_flops}, {NULL, NULL},
+    {"parameter counts", test_param_counts}, {"layout of parameters", test_param_layout}, {"initial values", test_initial_values}, {"FLOP per token", test_flops}, {"plans of any world", test_plan_any_world}, {NULL, NULL},
 };
 
 // ---------------------------------------------------------------------------------------------------------------

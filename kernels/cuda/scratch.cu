@@ -22,7 +22,9 @@ int64_t cuda::scratch_bytes(int64_t B, int64_t T, int64_t C, int64_t NH) {
     int devices = 0;
     const int64_t sms = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0 ? sm_count() : 132; // without a device: an H200's
     cudaGetLastError(); // forgotten
-    const int64_t attention_backward = rows * NH * f32;
+    // Two numbers a row and head, and dq in fp32 of some heads (attention_backward_hopper.cu; the other kernels need half of the first).
+    const int64_t padded = round_up(T, 128), head_size = C / NH <= 64 ? 64 : 128;
+    const int64_t attention_backward = (2 * B * NH * padded + (3 * sms * 128 + 3 * padded) * head_size) * f32 + (1 << 20);
     const int64_t layernorm_backward = sms * 4 * 2 * C * f32;
     // Three lists of tokens, sums of chunks of 32 tokens, and the sort, which keeps a second copy of keys and values.
     const int64_t embedding_backward = 3 * rows * 4 + rows / 32 * 2 * C * f32 + 9 * rows + (1 << 20);
