@@ -55,7 +55,7 @@ static void test_keys_without_a_bit(Test *t) {
         float *want_weights = parallel_run(c, test_grid(), want, &n, NULL, NULL);
         static const int64_t sizes[] = {0, 2, 1000, 20000};
         const bool power_of_two = (test_world.world & (test_world.world - 1)) == 0;
-        for (int k = 0; k < 13; k += KERNELS_ON_GPU ? 3 : 1) {
+        for (int k = 0; k < 12; k += KERNELS_ON_GPU ? 3 : 1) {
             Config v = *c;
             const char *what = "";
             if (k < 4) v.zero.allgather_bucket_size = sizes[k], what = "allgather_bucket_size";
@@ -67,9 +67,8 @@ static void test_keys_without_a_bit(Test *t) {
             else if (k == 8) v.zero.reduce_scatter = false, what = "reduce_scatter";
             else if (k == 9) v.zero.reduce_scatter = false, v.zero.reduce_bucket_size = 1000, v.zero.overlap_comm = false, what = "reduce_scatter, small buckets";
             else if (k == 10) v.zero.prescale_gradients = true, what = "prescale_gradients";
-            else if (k == 11) v.zero.gradient_predivide_factor = 4, what = "gradient_predivide_factor"; // a power of two: exact
-            else v.zero.grad_accum_dtype = DTYPE_FP32, v.zero.load_from_fp32_weights = false, what = "load_from_fp32_weights without a load";
-            if (k == 10 && !power_of_two) continue;
+            else v.zero.gradient_predivide_factor = 4, what = "gradient_predivide_factor"; // a power of two: exact
+            if ((k < 4 && (stage == 0 || stage == 3)) || (k >= 4 && k < 8 && stage < 3) || (k == 10 && !power_of_two)) continue;
             if ((k == 8 || k == 9) && KERNELS_ON_GPU && test_world.world > 2) continue; // NCCL's all-reduce adds in another order
             float *weights = parallel_run(&v, test_grid(), got, &n, NULL, NULL);
             expect_same_run(t, what, got, weights, want, want_weights, n);
@@ -341,21 +340,43 @@ static void test_look_ahead(Test *t) {
         }
 }
 
-// Reductions begin while backward is still to do, by buckets: the first long before the last gradient is written.
+// Sums start while backward is still to do, in buckets: what is written and not yet on its way never exceeds the bucket, or one
+// unit that is larger, and a larger bucket waits longer. The verbs alone, without computing.
 static void test_reduce_buckets(Test *t) {
     if (test_world.world == 1) { test_skip(t, "one rank sums nothing"); return; }
-    Config *c = parallel_config(1);
-    c->zero.stage = 2;
-    Trainer *trainer = zero_trainer(c);
-    const int64_t block = whole_numel(trainer, 1);
-    zero_trainer_free(trainer);
-    for (int blocks = 1; blocks <= 3; blocks++) {
-        c->zero.reduce_bucket_size = blocks * block;
-        trainer = zero_trainer(c);
-        expect_equal_i64(t, "gradients of blocks that have room", trainer->zero.n_grad_pool, min_i64(3, blocks + 1));
-        zero_trainer_free(trainer);
-    }
-    free(c);
+    int64_t started_early[4] = {0};
+    for (int stage = 1; stage < 4; stage++)
+        for (int blocks = 0; blocks <= 3; blocks++) {
+            Config *c = parallel_config(1);
+            c->zero.stage = stage;
+            Trainer *trainer = zero_trainer(c);
+            const int64_t block = whole_numel(trainer, 1), bucket = blocks * block;
+            zero_trainer_free(trainer);
+            c->zero.reduce_bucket_size = bucket;
+            trainer = zero_trainer(c);
+            Zero *z = &trainer->zero;
+            const int units = trainer->model.table.n_units;
+            if (stage >= 2) expect_equal_i64(t, "gradients of blocks that have room", z->n_grad_pool, min_i64(3, max_i64(1, blocks) + 1));
+            zero_begin_step(z);
+            z->last_micro_batch = true;
+            int64_t written = 0;
+            trace_begin(false);
+            for (int u = units - 1; u >= 0; u--) {
+                zero_grad_begin(z, u);
+                zero_grad_end(z, u);
+                written += whole_numel(trainer, u);
+                int64_t started = trace_bytes(TRACE_REDUCE_SCATTER) / 4, waiting = written - started;
+                expect_true(t, waiting <= max_i64(bucket, whole_numel(trainer, u)) && (u > 0 || waiting == 0),
+                            "stage %d, bucket of %d blocks: after unit %d %" PRId64 " elements wait", stage, blocks, u, waiting);
+                if (u == 2) started_early[blocks] = started;
+            }
+            trace_end();
+            zero_finish_grads(z);
+            zero_trainer_free(trainer);
+            free(c);
+        }
+    for (int blocks = 2; blocks <= 3; blocks++)
+        expect_true(t, started_early[blocks] < started_early[1], "a bucket of %d blocks starts as early as one of one block", blocks);
 }
 
 static void test_overlap(Test *t) {
