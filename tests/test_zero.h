@@ -445,6 +445,21 @@ static void test_gradient_bytes(Test *t) {
     }
 }
 
+// With everything sharded and gradients in bf16, a parameter takes 2 bytes of weight, 2 of the master's remainder, 2 of gradient
+// and 8 of AdamW's states: 14, divided by the ranks.
+static void test_fourteen_bytes(Test *t) {
+    Config *c = parallel_config(1);
+    config_set_dtype(c, DTYPE_BF16);
+    c->zero.stage = 3;
+    c->zero.grad_accum_dtype = DTYPE_BF16;
+    Trainer *trainer = zero_trainer(c);
+    const int64_t *bytes = trainer->zero.allocated.bytes;
+    expect_equal_i64(t, "bytes of model states", bytes[MEMORY_WEIGHTS] + bytes[MEMORY_MASTERS] + bytes[MEMORY_GRADIENTS] + bytes[MEMORY_OPTIMIZER_STATES],
+                     14 * whole_total(trainer) / test_world.world);
+    zero_trainer_free(trainer);
+    free(c);
+}
+
 // Masters after a load: those that were saved, or with load_from_fp32_weights = false their 16-bit weights.
 static void test_load_from_fp32_weights(Test *t) {
     char folder[64] = "/tmp/test_gpt_XXXXXX";
@@ -469,7 +484,7 @@ static void test_load_from_fp32_weights(Test *t) {
             expect_true(t, trainer_load(trainer), "no checkpoint");
             float *loaded = trainer_weights(trainer, &n);
             for (int64_t i = 0; i < n; i++) {
-                float want = way % 2 ? saved[i] : bf16_to_float(float_to_bf16(saved[i]));
+                float want = way % 2 ? saved[i] : bf16_to_float(master_to_bf16(saved[i]));
                 rounded += want != saved[i];
                 expect_true(t, loaded[i] == want, "stage %d, load_from_fp32_weights %d: master %" PRId64 " is %.9g, expected %.9g", (int)c->zero.stage, way % 2, i, (double)loaded[i], (double)want);
             }
@@ -489,5 +504,5 @@ static const TestRow zero_tests[] = {
     {"keys that change no bit", test_keys_without_a_bit}, {"gradients on their way", test_gradients_on_their_way}, {"rounded runs", test_rounded_runs},
     {"many micro-batches", test_many_micro_batches}, {"traffic", test_traffic}, {"live parameters", test_live_parameters}, {"persistence", test_persistence},
     {"look-ahead", test_look_ahead}, {"reduce_bucket_size", test_reduce_buckets}, {"overlap", test_overlap}, {"prescale_gradients", test_prescale},
-    {"bytes of gradients", test_gradient_bytes}, {"load_from_fp32_weights", test_load_from_fp32_weights}, {NULL, NULL},
+    {"bytes of gradients", test_gradient_bytes}, {"fourteen bytes", test_fourteen_bytes}, {"load_from_fp32_weights", test_load_from_fp32_weights}, {NULL, NULL},
 };
