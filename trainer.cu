@@ -321,6 +321,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     t->reduce_group = comm_group_create(ranks, grid.zero_size);
     free(ranks);
     t->stream = stream_create();
+    matmul_search(cfg->run.matmul_search);
     model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, t->stream);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
     t->planned = plan_memory(cfg, &t->model, grid, B, with_backward);

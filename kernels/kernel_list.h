@@ -41,6 +41,10 @@ void linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, 
 // dw (+)= dout^T @ inp;  dbias (+)= sum_N dout.   dw f32 (OC,C); dbias f32 (OC), optional; dout act (N,OC); inp act (N,C).
 void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream);
 
+// Whether the large ones among these products try several algorithms at the first call of a kind, for which the host waits
+// (GPU only; on at first). What they compute does not depend on it, bit for bit.
+void matmul_search(bool on);
+
 // out = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form of GPT-2 (Hendrycks and Gimpel 2016). out may alias x.
 void gelu_forward(Tensor out, Tensor x, Stream stream);
 

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Times each kernel of the CUDA build at the sizes of GPT-2 124M, and adds up a training step: scripts/bench_kernels.sh [B [T]]
+# Times each kernel of the CUDA build at the sizes of a GPT (of GPT-2 124M), and adds up a training step:
+#   scripts/bench_kernels.sh [B [T [L [NH [C]]]]]
 # It builds what it needs in BUILD (build/cuda); BENCH_BUILD_ONLY=1 stops there.
 set -eu
 cd "$(dirname "$0")/.."

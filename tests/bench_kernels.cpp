@@ -1,8 +1,12 @@
-// bench_kernels.cpp - how long each kernel takes at the sizes of GPT-2 124M, and what a training step adds up to.
+// bench_kernels.cpp - how long each kernel takes at the sizes of a GPT, and what a training step adds up to.
 // Built and run by scripts/bench_kernels.sh. Data are random (zeros would run faster), tensors are larger than the cache,
 // times are medians between events. Rates count what the mathematics needs: causal attention as half of the square, five
-// products backward; memory as each operand read or written once.
+// products backward; memory as each operand read or written once. Shares are of the GPU's 16-bit peak, and of the rate at which
+// the device copies.
 #include "../kernels/kernels.h"
+#include "../runtime/metrics.h"
+
+enum { BENCH_HEAD_ROWS = 8192 }; // what train_gpt.run.logits_bytes' default makes of 50,304 logits in 16 bits
 
 typedef struct {
     int64_t B, T, C, NH, L, V, Vp, N;
@@ -10,6 +14,8 @@ typedef struct {
     Stream stream;
     int repeats;
     double step_ms;                       // sum of what was measured, times how often a step does it
+    double peak_tflops, copy_tbs;         // limits: of the data sheet (0 = unknown), and measured
+    int64_t n_head;                       // rows that the head works on at once
     Tensor x, y, dx, narrow;              // (B,T,C)
     Tensor qkv, dqkv, wide, gelu;         // (B,T,3C), (B,T,4C)
     Tensor logits, losses, lse, mean, rstd;
@@ -45,13 +51,14 @@ static Tensor random_tensor(const Bench *b, DType t, int64_t r0, int64_t r1, int
     return x;
 }
 
-static void bench_init(Bench *b, int64_t B, int64_t T) {
+static void bench_init(Bench *b, int64_t B, int64_t T, int64_t L, int64_t NH, int64_t C) {
     memset(b, 0, sizeof *b);
-    b->B = B; b->T = T; b->C = 768; b->NH = 12; b->L = 12; b->V = 50257; b->Vp = 50304; b->N = B * T;
+    b->B = B; b->T = T; b->C = C; b->NH = NH; b->L = L; b->V = 50257; b->Vp = 50304; b->N = B * T;
+    b->n_head = min_i64(b->N, BENCH_HEAD_ROWS);
     b->act = DTYPE_BF16;
     b->repeats = 20;
     b->stream = stream_create();
-    const int64_t C = b->C, parameters = 124475904;
+    const int64_t parameters = (b->Vp + T + 2) * C + L * (12 * C * C + 13 * C);
     b->x = random_tensor(b, b->act, B, T, C, 0, 1);
     b->y = random_tensor(b, b->act, B, T, C, 0, 1);
     b->dx = random_tensor(b, b->act, B, T, C, 0, 0.01);
@@ -60,7 +67,7 @@ static void bench_init(Bench *b, int64_t B, int64_t T) {
     b->dqkv = random_tensor(b, b->act, B, T, 3 * C, 0, 0.01);
     b->wide = random_tensor(b, b->act, B, T, 4 * C, 0, 1);
     b->gelu = random_tensor(b, b->act, B, T, 4 * C, 0, 1);
-    b->logits = random_tensor(b, b->act, B, T, b->Vp, 0, 1);
+    b->logits = random_tensor(b, b->act, 1, b->n_head, b->Vp, 0, 1);
     b->losses = random_tensor(b, DTYPE_FP32, 1, 1, b->N, 0, 1);
     b->lse = random_tensor(b, DTYPE_FP32, B, b->NH, T, 0, 1);
     b->mean = random_tensor(b, DTYPE_FP32, 1, 1, b->N, 0, 0.1);
@@ -108,7 +115,7 @@ static void run_attention_forward(Bench *b) { attention_forward(b->y, b->lse, b-
 static void run_attention_backward(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, b->lse, (int)b->NH, b->stream); }
 static void run_attention_forward_128(Bench *b) { attention_forward(b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), b->qkv, (int)b->NH / 2, b->stream); }
 static void run_attention_backward_128(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), (int)b->NH / 2, b->stream); }
-static void run_classifier(Bench *b) { classifier_forward_backward(b->logits, b->losses, b->tokens, b->V, 1.0f, true, b->stream); }
+static void run_classifier(Bench *b) { classifier_forward_backward(b->logits, first(b->losses, b->n_head), b->tokens, b->V, 1.0f, true, b->stream); }
 static void run_embedding_backward(Bench *b) { embedding_backward(b->dw, b->dwpe, b->tokens, b->narrow, true, false, b->stream); }
 static void run_sum_squares(Bench *b) { sum_squares_to_double(b->sum, b->grad, false, b->stream); }
 static void run_hash_words(Bench *b) { hash_words((uint64_t *)b->sum, b->param, 0, false, b->stream); }
@@ -132,9 +139,9 @@ static void run_qkv_backward_weight(Bench *b) { linear_backward_weight(view(b->d
 static void run_proj_forward(Bench *b) { linear_forward(b->y, b->x, view(b->w, b->C, b->C), first(b->vector, b->C), tensor_none(), tensor_none(), b->stream); }
 static void run_proj_backward_input(Bench *b) { linear_backward_input(b->dx, b->narrow, view(b->w, b->C, b->C), tensor_none(), b->stream); }
 static void run_proj_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, b->C, b->C), first(b->dvector, b->C), b->narrow, b->x, true, b->stream); }
-static void run_head_forward(Bench *b) { linear_forward(b->logits, b->x, b->wte, tensor_none(), tensor_none(), tensor_none(), b->stream); }
-static void run_head_backward_input(Bench *b) { linear_backward_input(b->dx, b->logits, b->wte, tensor_none(), b->stream); }
-static void run_head_backward_weight(Bench *b) { linear_backward_weight(b->dw, tensor_none(), b->logits, b->x, true, b->stream); }
+static void run_head_forward(Bench *b) { linear_forward(b->logits, view(b->x, b->n_head, b->C), b->wte, tensor_none(), tensor_none(), tensor_none(), b->stream); }
+static void run_head_backward_input(Bench *b) { linear_backward_input(view(b->dx, b->n_head, b->C), b->logits, b->wte, tensor_none(), b->stream); }
+static void run_head_backward_weight(Bench *b) { linear_backward_weight(b->dw, tensor_none(), b->logits, view(b->x, b->n_head, b->C), true, b->stream); }
 static void run_copy(Bench *b) { device_copy(b->gelu.data, b->wide.data, tensor_bytes(b->wide), COPY_ON_DEVICE, b->stream); }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -167,22 +174,31 @@ static void measure(Bench *b, const char *name, void (*run)(Bench *), double per
     printf("%-38s %9.4f ms", name, median);
     if (flops > 0) printf("  %7.1f TFLOP/s", flops / median * 1e-9);
     if (bytes > 0) printf("  %7.3f TB/s", bytes / median * 1e-9);
-    if (per_step > 0) printf("  x %3.0f = %8.3f ms a step", per_step, per_step * median);
+    if (flops > 0 && b->peak_tflops > 0) printf("  %5.1f %% of peak", 100 * flops / median * 1e-9 / b->peak_tflops);
+    if (bytes > 0 && !b->copy_tbs) b->copy_tbs = bytes / median * 1e-9; // the first one measured is the copy
+    if (bytes > 0 && !flops) printf("  %5.1f %% of copy", 100 * bytes / median * 1e-9 / b->copy_tbs);
+    if (per_step > 0) printf("  x %4.1f = %8.3f ms a step", per_step, per_step * median);
     printf("\n");
     fflush(stdout);
 }
 
 int main(int argc, char **argv) {
-    const int64_t B = argc > 1 ? atoll(argv[1]) : 64, T = argc > 2 ? atoll(argv[2]) : 1024;
-    if (B < 1 || T < 1) die(EXIT_CONFIG, "usage: bench_kernels [B [T]], both at least 1");
+    int64_t sizes[5] = {64, 1024, 12, 12, 768}; // B, T, L, NH, C
+    for (int i = 1; i < argc; i++) {
+        if (i > 5 || atoll(argv[i]) < 1) die(EXIT_CONFIG, "usage: bench_kernels [B [T [L [NH [C]]]]], each at least 1");
+        sizes[i - 1] = atoll(argv[i]);
+    }
+    if (sizes[4] % sizes[3] != 0) die(EXIT_CONFIG, "C = %" PRId64 " is no multiple of NH = %" PRId64, sizes[4], sizes[3]);
     device_init(0);
     static Bench bench;
     Bench *b = &bench;
-    bench_init(b, B, T);
+    bench_init(b, sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]);
     const DeviceInfo info = device_info();
-    printf("%s, driver CUDA %d, runtime %d; GPT-2 124M, bf16, B %" PRId64 ", T %" PRId64 "\n", info.name, info.driver_version, info.runtime_version, B, T);
+    b->peak_tflops = device_peak_flops(info.name, b->act) * 1e-12;
+    printf("%s, driver CUDA %d, runtime %d; bf16, B %" PRId64 ", T %" PRId64 ", %" PRId64 " blocks, %" PRId64 " heads, C %" PRId64 ", head in pieces of %" PRId64 "\n",
+           info.name, info.driver_version, info.runtime_version, b->B, b->T, b->L, b->NH, b->C, b->n_head);
     const double N = (double)b->N, C = (double)b->C, L = (double)b->L, n = (double)tensor_numel(b->grad), row = 2 * N * C; // bytes of (N,C) in bf16
-    const double block = 2 * N * C * C, head = 2 * N * C * (double)b->Vp, attention = 2 * N * (double)T * C;
+    const double pieces = N / (double)b->n_head, block = 2 * N * C * C, head = 2 * (double)b->n_head * C * (double)b->Vp, attention = 2 * N * (double)b->T * C;
 
     printf("-- memory\n");
     measure(b, "copy on the device", run_copy, 0, 0, 8 * row);
@@ -190,7 +206,7 @@ int main(int argc, char **argv) {
     measure(b, "layernorm_forward", run_layernorm_forward, L + 1, 0, 2 * row);
     measure(b, "residual_layernorm_forward", run_residual_layernorm, L, 0, 4 * row);
     measure(b, "layernorm_backward", run_layernorm_backward, 2 * L + 1, 0, 4 * row);
-    measure(b, "classifier", run_classifier, 1, 0, 4 * N * (double)b->Vp);
+    measure(b, "classifier, a piece", run_classifier, pieces, 0, 4 * (double)b->n_head * (double)b->Vp);
     measure(b, "embedding_backward", run_embedding_backward, 1, 0, 2 * row);
     measure(b, "bias_backward 4C", run_bias_backward, 0, 0, 4 * row);
     measure(b, "gelu_backward", run_gelu_backward, 0, 0, 12 * row);
@@ -198,10 +214,12 @@ int main(int argc, char **argv) {
     measure(b, "hash_words of bf16 weights", run_hash_words, 0, 0, 2 * n);
     measure(b, "adamw", run_adamw, 1, 0, 30 * n);
     printf("-- attention\n");
-    measure(b, "attention_forward, heads of 64", run_attention_forward, L, attention, 4 * row);
-    measure(b, "attention_backward, heads of 64", run_attention_backward, L, 2.5 * attention, 8 * row);
-    measure(b, "attention_forward, heads of 128", run_attention_forward_128, 0, attention, 4 * row);
-    measure(b, "attention_backward, heads of 128", run_attention_backward_128, 0, 2.5 * attention, 8 * row);
+    measure(b, "attention_forward", run_attention_forward, L, attention, 4 * row);
+    measure(b, "attention_backward", run_attention_backward, L, 2.5 * attention, 8 * row);
+    if (b->NH % 2 == 0 && b->C / b->NH <= 64) {
+        measure(b, "attention_forward, half the heads", run_attention_forward_128, 0, attention, 4 * row);
+        measure(b, "attention_backward, half the heads", run_attention_backward_128, 0, 2.5 * attention, 8 * row);
+    }
     printf("-- products (of weights: with the bias gradient)\n");
     measure(b, "qkv forward", run_qkv_forward, L, 3 * block, 0);
     measure(b, "qkv backward input", run_qkv_backward_input, L, 3 * block, 0);
@@ -217,9 +235,9 @@ int main(int argc, char **argv) {
     measure(b, "fcproj backward input, gelu", run_fcproj_backward_input, L, 4 * block, 0);
     measure(b, "fcproj backward input without gelu", run_fcproj_backward_input_no_gelu, 0, 4 * block, 0);
     measure(b, "fcproj backward weight", run_fcproj_backward_weight, L, 4 * block, 0);
-    measure(b, "head forward", run_head_forward, 1, head, 0);
-    measure(b, "head backward input", run_head_backward_input, 1, head, 0);
-    measure(b, "head backward weight", run_head_backward_weight, 1, head, 0);
+    measure(b, "head forward, a piece", run_head_forward, pieces, head, 0);
+    measure(b, "head backward input, a piece", run_head_backward_input, pieces, head, 0);
+    measure(b, "head backward weight, a piece", run_head_backward_weight, pieces, head, 0);
     printf("kernels of a step: %.2f ms, %.0f tokens/s\n", b->step_ms, N / b->step_ms * 1e3);
     return 0;
 }

@@ -463,6 +463,10 @@ static const KernelShape layernorm_shapes[] = {
     {.B = 1, .T = 257, .C = 768, .flags = ACCUMULATE | RESIDUAL | ALIAS},
     {.B = 8, .T = 255, .C = 128, .flags = RESIDUAL},
     {.B = 2, .T = 9, .C = 1600, .flags = ACCUMULATE},
+    {.B = 8, .T = 4096, .C = 16, .flags = RESIDUAL | ALIAS}, // so many rows that a GPU's warps have several each
+    {.B = 1, .T = 1500, .C = 1032, .flags = RESIDUAL},       // the same where warps share a row
+    {.B = 3, .T = 40, .C = 3072, .flags = RESIDUAL | ALIAS},
+    {.B = 1, .T = 3, .C = 8208, .flags = RESIDUAL},
     {.B = 2, .T = 9, .C = 211, .flags = RESIDUAL | ALIAS | CPU_ONLY},
     {.B = 1, .T = 5, .C = 7, .flags = CPU_ONLY},
     {0},
@@ -777,6 +781,7 @@ static const KernelShape classifier_shapes[] = {
     {.B = 3, .T = 17, .V = 211, .Vp = 256, .flags = NO_WRITE},
     {.B = 1, .T = 40, .V = 257, .Vp = 320},
     {.B = 1, .T = 4, .V = 50257, .Vp = 50304},
+    {.B = 1, .T = 2, .V = 130003, .Vp = 130048}, // a row does not fit a GPU's shared memory
     {.B = 1, .T = 6, .V = 1000, .Vp = 1000, .flags = NO_WRITE},
     {.B = 1, .T = 9, .V = 211, .Vp = 211, .flags = CPU_ONLY},
     {0},

@@ -90,8 +90,6 @@ template <> __device__ inline uint32_t pack2<__half>(float low, float high) {
     return bits;
 }
 
-__device__ static inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
 // Four 8 x 8 blocks; lane l gives the address of row l % 8 of block l / 8.
 __device__ static inline void ldmatrix_x4(uint32_t (&r)[4], const void *p) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -100,18 +98,6 @@ __device__ static inline void ldmatrix_x4(uint32_t (&r)[4], const void *p) {
 __device__ static inline void ldmatrix_x4_trans(uint32_t (&r)[4], const void *p) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(p)) : "memory");
-}
-
-// Copies to shared memory without passing registers; where not `valid`, zeros are written and `src` is not read.
-__device__ static inline void copy_async_16(void *dst, const void *src, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(dst)), "l"(src), "r"(valid ? 16 : 0) : "memory");
-}
-__device__ static inline void copy_async_wait_all(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-__device__ static inline float exp2_fast(float x) { // one instruction, 2 ulp; 2^-inf = 0
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -50,8 +50,10 @@ template <typename T> constexpr int vec_width() { return 16 / (int)sizeof(T); }
 // when a larger piece is asked for (then the host waits for the stream), and is never given back.
 void *scratch_get(int64_t bytes, Stream stream);
 
-// out[c] (+)= sum over p < n_partials of partial[p * stride + c], c < columns, in a fixed order.
-void columns_reduce(float *out, const float *partial, int n_partials, int64_t stride, int64_t columns, bool accumulate, cudaStream_t stream);
+// out_a[c] (+)= sum over p < n_partials of partial[p][c], c < columns_a, in a fixed order; and out_b from the columns_b that
+// follow them in each row. out_b may be null, of 0 columns.
+void columns_reduce(float *out_a, float *out_b, const float *partial, int n_partials, int64_t columns_a, int64_t columns_b, bool accumulate,
+                    cudaStream_t stream);
 
 // Sorts n pairs by the low key_bits of non-negative keys; equal keys keep their order. Without `temporary` it only stores
 // the bytes that a sort of n needs there.
@@ -103,6 +105,13 @@ static inline int64_t shared_bytes_max(void) {
     return bytes;
 }
 
+// Blocks of a kernel that the device holds at once: the grid of a kernel whose blocks share out the work.
+template <typename Kernel> static inline int64_t blocks_at_once(Kernel kernel, int threads, int64_t shared) {
+    int per_sm = 0;
+    cudaCheck(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_sm, kernel, threads, (size_t)shared));
+    return (int64_t)sm_count() * max_i64(1, per_sm);
+}
+
 // Lets a kernel have `bytes` of dynamic shared memory; above 48 KB that must be asked for.
 template <typename Kernel> static inline void shared_bytes_allow(Kernel kernel, int64_t bytes) {
     CHECK(bytes <= shared_bytes_max(), "%" PRId64 " bytes of shared memory, of %" PRId64, bytes, shared_bytes_max());
@@ -146,6 +155,26 @@ template <int W, typename T> __device__ static inline void vec_store(T *p, Vec<T
     word bits;
     memcpy(&bits, &x, sizeof x);
     *reinterpret_cast<word *>(p) = bits;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Device side: copies to shared memory that pass no registers. A thread's copies end in the order of their groups.
+
+__device__ static inline uint32_t shared_address(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// 16 bytes; where not `valid`, zeros are written and `src` is not read.
+__device__ static inline void copy_async_16(void *dst, const void *src, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(shared_address(dst)), "l"(src), "r"(valid ? 16 : 0) : "memory");
+}
+__device__ static inline void copy_async_group(void) { asm volatile("cp.async.commit_group;" ::: "memory"); } // ends a group, which may be empty
+__device__ static inline void copy_async_wait_all(void) { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Waits for this thread's groups, all but the newest GROUPS.
+template <int GROUPS> __device__ static inline void copy_async_wait_but(void) { asm volatile("cp.async.wait_group %0;" :: "n"(GROUPS) : "memory"); }
+
+__device__ static inline float exp2_fast(float x) { // one instruction, 2 ulp; 2^-inf = 0
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -35,6 +35,27 @@ void cuda::embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tens
     launch_check();
 }
 
+// W floats at p, 16 bytes at a time where W allows it.
+template <int W> __device__ static inline void floats_load(float (&x)[W], const float *p) {
+    constexpr int S = W % 4 == 0 ? 4 : 1;
+#pragma unroll
+    for (int i = 0; i < W; i += S) {
+        Vec<float, S> v = vec_load<S>(p + i);
+#pragma unroll
+        for (int j = 0; j < S; j++) x[i + j] = v.v[j];
+    }
+}
+template <int W> __device__ static inline void floats_store(float *p, const float (&x)[W]) {
+    constexpr int S = W % 4 == 0 ? 4 : 1;
+#pragma unroll
+    for (int i = 0; i < W; i += S) {
+        Vec<float, S> v;
+#pragma unroll
+        for (int j = 0; j < S; j++) v.v[j] = x[i + j];
+        vec_store<S>(p + i, v);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Backward of the positions: dwpe[t] (+)= sum over b of dout[b,t]. Row t >= T gets nothing.
 
@@ -44,19 +65,17 @@ __global__ void __launch_bounds__(EMBEDDING_THREADS)
 position_backward_kernel(float *dwpe, const T *dout, int64_t B, int64_t T_, int C, bool accumulate) {
     int64_t t = blockIdx.x;
     for (int c = threadIdx.x * W; c < C; c += EMBEDDING_THREADS * W) {
-        float sum[W];
-#pragma unroll
-        for (int i = 0; i < W; i++) sum[i] = accumulate ? dwpe[t * C + c + i] : 0.0f;
+        float sum[W] = {};
+        if (accumulate) floats_load<W>(sum, dwpe + t * C + c);
         if (t < T_) {
-#pragma unroll 4
+#pragma unroll 8
             for (int64_t b = 0; b < B; b++) {
                 Vec<T, W> d = vec_load<W>(dout + (b * T_ + t) * C + c);
 #pragma unroll
                 for (int i = 0; i < W; i++) sum[i] += d.at(i);
             }
         }
-#pragma unroll
-        for (int i = 0; i < W; i++) dwpe[t * C + c + i] = sum[i];
+        floats_store<W>(dwpe + t * C + c, sum);
     }
 }
 
@@ -74,7 +93,7 @@ position_backward_kernel(float *dwpe, const T *dout, int64_t B, int64_t T_, int 
 // continuation (it comes first, and may fill the chunk): these sums go to scratch, and a second kernel lets the chunk
 // where the run begins add the continuations in order.
 
-enum { CHUNK = 32 };
+enum { CHUNK = 32, BATCH = 4 }; // positions of a block; of them, those whose rows are read at once
 
 // Whether the run at sorted place i continues what was before the chunk, or goes on after it.
 __device__ static inline bool run_came_in(const int32_t *sorted, int64_t first) { return first > 0 && sorted[first - 1] == sorted[first]; }
@@ -86,31 +105,48 @@ __device__ static inline bool run_goes_on(const int32_t *sorted, int64_t last, i
 template <typename T, int W>
 __global__ void __launch_bounds__(EMBEDDING_THREADS)
 token_chunk_kernel(float *dwte, float *sums, const int32_t *sorted, const int32_t *place, const T *dout, int64_t n, int C, int column_blocks) {
-    int64_t chunk = blockIdx.x / column_blocks;
+    __shared__ int32_t token[CHUNK], from[CHUNK];
+    int64_t chunk = blockIdx.x / column_blocks, first = chunk * CHUNK;
+    int count = first + CHUNK < n ? CHUNK : (int)(n - first), last = count - 1;
+    if ((int)threadIdx.x < count) {
+        token[threadIdx.x] = sorted[first + threadIdx.x];
+        from[threadIdx.x] = place[first + threadIdx.x];
+    }
+    __syncthreads();
     int c = ((int)(blockIdx.x % column_blocks) * EMBEDDING_THREADS + threadIdx.x) * W;
     if (c >= C) return;
-    int64_t first = chunk * CHUNK, last = first + CHUNK < n ? first + CHUNK - 1 : n - 1;
-    bool came_in = run_came_in(sorted, first);
-    float sum[W];
+    const bool came_in = run_came_in(sorted, first), goes_on = run_goes_on(sorted, first + last, n);
+    float sum[W] = {};
+    for (int at = 0; at < count; at += BATCH) {
+        Vec<T, W> d[BATCH];
+        float old[BATCH][W];
+        bool ends[BATCH], continued[BATCH], continues[BATCH];
 #pragma unroll
-    for (int i = 0; i < W; i++) sum[i] = 0;
-    for (int64_t at = first; at <= last; at++) {
-        Vec<T, W> d = vec_load<W>(dout + (int64_t)place[at] * C + c);
-#pragma unroll
-        for (int i = 0; i < W; i++) sum[i] += d.at(i);
-        bool ends = at == last || sorted[at + 1] != sorted[at];
-        if (!ends) continue;
-        float *to; // came_in is true only for the first run; it goes to slot 0 also when it fills the chunk
-        if (came_in) to = sums + chunk * 2 * C + c;
-        else if (at == last && run_goes_on(sorted, last, n)) to = sums + (chunk * 2 + 1) * C + c;
-        else to = NULL;
-#pragma unroll
-        for (int i = 0; i < W; i++) {
-            if (to) to[i] = sum[i];
-            else dwte[(int64_t)sorted[at] * C + c + i] += sum[i];
-            sum[i] = 0;
+        for (int k = 0; k < BATCH; k++) {
+            const int i = at + k;
+            if (i >= count) break;
+            ends[k] = i == last || token[i + 1] != token[i];
+            continued[k] = came_in && token[i] == token[0]; // also when it fills the chunk and goes on
+            continues[k] = goes_on && token[i] == token[last];
+            d[k] = vec_load<W>(dout + (int64_t)from[i] * C + c);
+            if (ends[k] && !continued[k] && !continues[k]) floats_load<W>(old[k], dwte + (int64_t)token[i] * C + c);
         }
-        came_in = false;
+#pragma unroll
+        for (int k = 0; k < BATCH; k++) {
+            if (at + k >= count) break;
+#pragma unroll
+            for (int i = 0; i < W; i++) sum[i] += d[k].at(i);
+            if (!ends[k]) continue;
+            if (continued[k]) floats_store<W>(sums + chunk * 2 * C + c, sum);
+            else if (continues[k]) floats_store<W>(sums + (chunk * 2 + 1) * C + c, sum);
+            else {
+#pragma unroll
+                for (int i = 0; i < W; i++) sum[i] += old[k][i];
+                floats_store<W>(dwte + (int64_t)token[at + k] * C + c, sum);
+            }
+#pragma unroll
+            for (int i = 0; i < W; i++) sum[i] = 0;
+        }
     }
 }
 
@@ -120,11 +156,19 @@ token_join_kernel(float *dwte, const float *sums, const int32_t *sorted, int64_t
     int64_t chunk = blockIdx.x / column_blocks;
     int c = (int)(blockIdx.x % column_blocks) * EMBEDDING_THREADS + threadIdx.x;
     int64_t last = chunk * CHUNK + CHUNK - 1;
-    if (c >= C || last >= n - 1 || !run_goes_on(sorted, last, n)) return;
+    if (last >= n - 1 || !run_goes_on(sorted, last, n)) return;
     int32_t token = sorted[last];
     if (sorted[chunk * CHUNK] == token && run_came_in(sorted, chunk * CHUNK)) return; // began earlier
+    int64_t end = chunk + 1; // the first chunk that does not begin with this token; a warp looks at 32 at once
+    for (unsigned same = ~0u; same == ~0u;) {
+        int64_t k = end + threadIdx.x % 32;
+        same = __ballot_sync(0xffffffffu, k * CHUNK < n && sorted[k * CHUNK] == token);
+        end += same == ~0u ? 32 : __ffs((int)~same) - 1;
+    }
+    if (c >= C) return;
     float sum = sums[(chunk * 2 + 1) * C + c];
-    for (int64_t k = chunk + 1; k * CHUNK < n && sorted[k * CHUNK] == token; k++) sum += sums[k * 2 * C + c];
+#pragma unroll 8
+    for (int64_t k = chunk + 1; k < end; k++) sum += sums[k * 2 * C + c];
     dwte[(int64_t)token * C + c] += sum;
 }
 
@@ -158,7 +202,8 @@ void cuda::embedding_backward(Tensor dwte, Tensor dwpe, const int32_t *tokens, T
         cudaCheck(sort_pairs(sort_memory, &sort_bytes, tokens, sorted, order, place, (int)n, bits, s));
     }
     const int join_blocks = (int)ceil_div(C, EMBEDDING_THREADS);
-    FLOATX_SWITCH(dout.dtype, WIDTH_SWITCH(C % vec_width<floatX>() == 0 && is_aligned(dout.data, 16), vec_width<floatX>(), {
+    const bool aligned = C * dtype_bytes(dout.dtype) % 16 == 0 && is_aligned(dout.data, 16) && is_aligned(dwte.data, 16) && is_aligned(dwpe.data, 16);
+    FLOATX_SWITCH(dout.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(), {
         position_backward_kernel<floatX, W><<<grid_blocks(tensor_rows(dwpe)), EMBEDDING_THREADS, 0, s>>>(
             elements<float>(dwpe), elements<const floatX>(dout), B, T, (int)C, accumulate_wpe);
         launch_check();

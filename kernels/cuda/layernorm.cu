@@ -98,48 +98,107 @@ void cuda::residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, 
 // Backward
 //
 // With n = (x - mean) rstd and g = dout * w:  dx = dresidual + rstd (g - mean_C(g) - n mean_C(g n)).
-// dw = sum over rows of dout * n, db = sum over rows of dout: each warp adds up its own rows in its own shared memory,
-// a block adds its warps in order and writes one partial row, columns_reduce adds the blocks in order.
+// dw = sum over rows of dout * n, db = sum over rows of dout.
+//
+// A team of threads (one warp, or several) goes over its rows. A thread owns the same columns in each, as VECTORS vectors
+// that lie a team apart, so its share of dw and db stays in registers:
+//
+//     row      [ v v v ... v | v v v ... v | ... ]
+//     thread     0 1 2 ... t   0 1 2 ... t
+//
+// Rows come through shared memory by asynchronous copies, each thread's vectors by its own, ROWS_AHEAD rows before they are
+// needed; so the memory is busy while a row's sums are exchanged, and no barrier guards the copies. At the end a block adds
+// its teams in order and writes one partial row, and columns_reduce adds the blocks in order.
 
-// Where lane `lane` keeps element i of its vector number `vector`: neighbouring lanes in neighbouring banks.
-template <int W> __device__ static inline int sum_slot(int vector, int i, int lane) { return (vector * W + i) * 32 + lane; }
+enum { TEAM_MAX = 512, BLOCK_THREADS = 256, ROWS_AHEAD = 2 };
+// Columns of a thread. More would keep more of the row's sums within a warp, but leave too few threads on a processor.
+enum { OWN_COLUMNS = 16, OWN_COLUMNS_WIDE = 32 };
 
-// partial is (blocks, 2C): dw, then db. slots = C rounded up to 32 * W.
-template <typename T, int W>
-__global__ void __launch_bounds__(256)
+// Sums of a and b over a team, in a fixed order, for all its threads. of_warp: [2][warps], of which `turn` is used now.
+__device__ static inline float2 team_sum(float a, float b, int team, int team_threads, float2 (*of_warp)[TEAM_MAX / 32], int turn) {
+    float2 sum = {warp_sum(a), warp_sum(b)};
+    if (team_threads == 32) return sum;
+    if (threadIdx.x % 32 == 0) of_warp[turn][threadIdx.x / 32] = sum;
+    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "r"(team_threads) : "memory"); // barrier 0 is the block's
+    const int first = team * team_threads / 32;
+    sum = of_warp[turn][first];
+    for (int k = 1; k < team_threads / 32; k++) {
+        sum.x += of_warp[turn][first + k].x;
+        sum.y += of_warp[turn][first + k].y;
+    }
+    return sum;
+}
+
+// The three rows that the gradient of a row needs; dresidual may be null.
+template <typename T> struct BackwardRow {
+    const T *dout, *x, *dresidual;
+};
+
+// partial is (blocks, 2C): dw, then db. AHEAD: rows come through shared memory (W is 16 bytes), else straight from memory.
+// Shared memory: the rows of each team, [teams][ROWS_AHEAD][3][C] of T; in the end [teams][2][C] sums.
+template <typename T, int W, int VECTORS, bool AHEAD>
+__global__ void __launch_bounds__(TEAM_MAX)
 layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, const T *w, const float *mean, const float *rstd, const T *dresidual,
-                          int64_t rows, int C, int slots) {
+                          int64_t rows, int C, int team_threads) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    float *sums = reinterpret_cast<float *>(shared_bytes); // [warps][2][slots]
-    float *dw = sums + (int64_t)warp * 2 * slots, *db = dw + slots;
-    for (int i = lane; i < 2 * slots; i += 32) dw[i] = 0; // slots are a multiple of 32: each lane clears its own
+    __shared__ float2 of_warp[2][TEAM_MAX / 32];
+    const int team = threadIdx.x / team_threads, teams = blockDim.x / team_threads, rank = threadIdx.x % team_threads;
+    const int64_t step = (int64_t)gridDim.x * teams;
+    T *ring = reinterpret_cast<T *>(shared_bytes) + (int64_t)team * ROWS_AHEAD * 3 * C;
+    float dw[VECTORS][W] = {}, db[VECTORS][W] = {};
 
-    for (int64_t r = (int64_t)blockIdx.x * warps + warp; r < rows; r += (int64_t)gridDim.x * warps) {
-        const T *dout_row = dout + r * C, *x_row = x + r * C;
-        float m = mean[r], s = rstd[r], sum_g = 0, sum_gn = 0;
-        for (int c = lane * W, k = 0; c < C; c += 32 * W, k++) {
-            Vec<T, W> dv = vec_load<W>(dout_row + c), xv = vec_load<W>(x_row + c), wv = vec_load<W>(w + c);
+    auto copy_ahead = [&](int64_t r, int place) {
+        for (int c = rank * W; c < C && r < rows; c += team_threads * W) {
+            T *to = ring + place * 3 * C + c;
+            copy_async_16(to, dout + r * C + c, true);
+            copy_async_16(to + C, x + r * C + c, true);
+            if (dresidual) copy_async_16(to + 2 * C, dresidual + r * C + c, true);
+        }
+        copy_async_group();
+    };
+    int64_t r = (int64_t)blockIdx.x * teams + team;
+    if constexpr (AHEAD)
+        for (int k = 0; k < ROWS_AHEAD; k++) copy_ahead(r + k * step, k);
+    float next_m = r < rows ? mean[r] : 0, next_s = r < rows ? rstd[r] : 0;
+    for (int place = 0, turn = 0; r < rows; r += step, turn ^= 1) {
+        const float m = next_m, s = next_s;
+        if (r + step < rows) {
+            next_m = mean[r + step];
+            next_s = rstd[r + step];
+        }
+        BackwardRow<T> row = {dout + r * C, x + r * C, dresidual ? dresidual + r * C : NULL};
+        if constexpr (AHEAD) {
+            copy_async_wait_but<ROWS_AHEAD - 1>();
+            const T *here = ring + place * 3 * C;
+            row = {here, here + C, dresidual ? here + 2 * C : NULL};
+        }
+        float sum_g = 0, sum_gn = 0;
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const int c = (k * team_threads + rank) * W;
+            if (c >= C) continue;
+            Vec<T, W> dv = vec_load<W>(row.dout + c), xv = vec_load<W>(row.x + c), wv = vec_load<W>(w + c);
 #pragma unroll
             for (int i = 0; i < W; i++) {
                 float d = dv.at(i), n = (xv.at(i) - m) * s, g = d * wv.at(i);
                 sum_g += g;
                 sum_gn += g * n;
-                dw[sum_slot<W>(k, i, lane)] += d * n;
-                db[sum_slot<W>(k, i, lane)] += d;
+                dw[k][i] += d * n;
+                db[k][i] += d;
             }
         }
-        float mean_g = warp_sum(sum_g) / (float)C, mean_gn = warp_sum(sum_gn) / (float)C;
-        for (int c = lane * W; c < C; c += 32 * W) { // the second read of the row comes from the cache
-            Vec<T, W> dv = vec_load<W>(dout_row + c), xv = vec_load<W>(x_row + c), wv = vec_load<W>(w + c), y;
-            float base[W];
-            if (dresidual) {
-                Vec<T, W> rv = vec_load<W>(dresidual + r * C + c);
+        const float2 sums = team_sum(sum_g, sum_gn, team, team_threads, of_warp, turn);
+        const float mean_g = sums.x / (float)C, mean_gn = sums.y / (float)C;
+#pragma unroll
+        for (int k = 0; k < VECTORS; k++) {
+            const int c = (k * team_threads + rank) * W;
+            if (c >= C) continue;
+            Vec<T, W> dv = vec_load<W>(row.dout + c), xv = vec_load<W>(row.x + c), wv = vec_load<W>(w + c), y;
+            float base[W] = {};
+            if (row.dresidual) {
+                Vec<T, W> rv = vec_load<W>(row.dresidual + c);
 #pragma unroll
                 for (int i = 0; i < W; i++) base[i] = rv.at(i);
-            } else {
-#pragma unroll
-                for (int i = 0; i < W; i++) base[i] = 0;
             }
 #pragma unroll
             for (int i = 0; i < W; i++) {
@@ -148,25 +207,55 @@ layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, cons
             }
             vec_store<W>(dx + r * C + c, y);
         }
-    }
-    __syncthreads(); // the sums of all warps are complete
-    for (int c = threadIdx.x; c < C; c += blockDim.x) {
-        int slot = sum_slot<W>(c / (32 * W), c % W, c / W % 32);
-        float total_w = 0, total_b = 0;
-        for (int k = 0; k < warps; k++) {
-            total_w += sums[(int64_t)(2 * k) * slots + slot];
-            total_b += sums[(int64_t)(2 * k + 1) * slots + slot];
+        if constexpr (AHEAD) {
+            copy_ahead(r + ROWS_AHEAD * step, place);
+            place = (place + 1) % ROWS_AHEAD;
         }
-        partial[(int64_t)blockIdx.x * 2 * C + c] = total_w;
-        partial[(int64_t)blockIdx.x * 2 * C + C + c] = total_b;
     }
+    copy_async_wait_all();
+    __syncthreads(); // nobody needs the rows any more: their memory takes the sums
+    float *sums = reinterpret_cast<float *>(shared_bytes);
+#pragma unroll
+    for (int k = 0; k < VECTORS; k++) {
+        const int c = (k * team_threads + rank) * W;
+        if (c >= C) continue;
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+            sums[(team * 2) * C + c + i] = dw[k][i];
+            sums[(team * 2 + 1) * C + c + i] = db[k][i];
+        }
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < 2 * C; c += blockDim.x) {
+        float total = 0;
+        for (int k = 0; k < teams; k++) total += sums[k * 2 * C + c];
+        partial[(int64_t)blockIdx.x * 2 * C + c] = total;
+    }
+}
+
+template <typename T, int W, int VECTORS>
+static void layernorm_backward_launch(T *dx, float *dw, float *db, const T *dout, const T *x, const T *w, const float *mean, const float *rstd,
+                                      const T *dresidual, int64_t rows, int64_t C, bool accumulate, Stream stream) {
+    const int team_threads = (int)round_up(ceil_div(C, VECTORS * W), 32);
+    const int teams = max(1, BLOCK_THREADS / team_threads), threads = teams * team_threads;
+    const int64_t ring = teams * ROWS_AHEAD * 3 * C * (int64_t)sizeof(T), sums = teams * 2 * C * (int64_t)sizeof(float);
+    constexpr bool vectors = W == vec_width<T>();
+    const bool ahead = vectors && ring <= shared_bytes_max() - 1024;
+    const int64_t shared = ahead ? max_i64(ring, sums) : sums;
+    auto kernel = ahead ? layernorm_backward_kernel<T, W, VECTORS, vectors> : layernorm_backward_kernel<T, W, VECTORS, false>;
+    shared_bytes_allow(kernel, shared);
+    const int64_t at_once = min_i64(blocks_at_once(kernel, threads, shared), 4 * sm_count()); // scratch_bytes counts on 4
+    const int64_t blocks = max_i64(1, min_i64(ceil_div(rows, teams), at_once));
+    float *partial = (float *)scratch_get(blocks * 2 * C * (int64_t)sizeof(float), stream);
+    kernel<<<grid_blocks(blocks), threads, (size_t)shared, (cudaStream_t)stream>>>(dx, partial, dout, x, w, mean, rstd, dresidual, rows, (int)C, team_threads);
+    launch_check();
+    columns_reduce(dw, db, partial, (int)blocks, C, C, accumulate, (cudaStream_t)stream);
 }
 
 void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd, Tensor dresidual,
                               bool accumulate, Stream stream) {
     const char *const name = "layernorm_backward";
     const int64_t rows = tensor_rows(x), C = tensor_columns(x);
-    const cudaStream_t s = (cudaStream_t)stream;
     check_act(name, "dx", dx, rows, C, x.dtype);
     check_act(name, "dout", dout, rows, C, x.dtype);
     check_act(name, "w", w, 1, C, x.dtype);
@@ -177,18 +266,10 @@ void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tens
     if (dresidual.data) check_act(name, "dresidual", dresidual, rows, C, x.dtype);
     const bool aligned = C * dtype_bytes(x.dtype) % 16 == 0 && is_aligned(dx.data, 16) && is_aligned(dout.data, 16) && is_aligned(x.data, 16) &&
                          is_aligned(w.data, 16) && is_aligned(dresidual.data, 16);
+    CHECK(C <= TEAM_MAX * OWN_COLUMNS_WIDE, "layernorm_backward: %" PRId64 " channels, of at most %d", C, TEAM_MAX * OWN_COLUMNS_WIDE);
     FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(), {
-        const int64_t slots = round_up(C, 32 * W), warp_bytes = 2 * slots * (int64_t)sizeof(float);
-        const int warps = warps_that_fit(warp_bytes, 100 * 1024);
-        const int64_t shared = warps * warp_bytes, per_sm = max_i64(1, min_i64(4, 200 * 1024 / shared));
-        const int64_t blocks = max_i64(1, min_i64(ceil_div(rows, warps), sm_count() * per_sm));
-        float *partial = (float *)scratch_get(blocks * 2 * C * (int64_t)sizeof(float), stream);
-        shared_bytes_allow(layernorm_backward_kernel<floatX, W>, shared);
-        layernorm_backward_kernel<floatX, W><<<grid_blocks(blocks), 32 * warps, (size_t)shared, s>>>(
-            elements<floatX>(dx), partial, elements<const floatX>(dout), elements<const floatX>(x), elements<const floatX>(w),
-            elements<const float>(mean), elements<const float>(rstd), elements<const floatX>(dresidual), rows, (int)C, (int)slots);
-        launch_check();
-        columns_reduce(elements<float>(dw), partial, (int)blocks, 2 * C, C, accumulate, s);
-        columns_reduce(elements<float>(db), partial + C, (int)blocks, 2 * C, C, accumulate, s);
+        auto launch = C <= TEAM_MAX * OWN_COLUMNS ? layernorm_backward_launch<floatX, W, OWN_COLUMNS / W> : layernorm_backward_launch<floatX, W, OWN_COLUMNS_WIDE / W>;
+        launch(elements<floatX>(dx), elements<float>(dw), elements<float>(db), elements<const floatX>(dout), elements<const floatX>(x),
+               elements<const floatX>(w), elements<const float>(mean), elements<const float>(rstd), elements<const floatX>(dresidual), rows, C, accumulate, stream);
     }));
 }

@@ -7,9 +7,11 @@
 //     dinp (N,C)  = dout (N,OC) w       dinp^T (C,N)  = w^T  (stored C,OC)              dout^T (OC,N)
 //     dw   (OC,C) = dout^T inp          dw^T   (C,OC) = inp^T (stored C,N)              dout   (stored OC,N: transposed)
 //
-// The choice of algorithm is asked for once a kind of product (a Plan) and kept. It is a heuristic, not a timing, so
-// that equal runs give equal bits. Products are accumulated in fp32; fp32 ones are true fp32, without TF32. Where
-// cuBLASLt has no algorithm (odd sizes, odd addresses) a plain kernel does the work.
+// The algorithm is chosen once a kind of product (a Plan) and kept. cuBLASLt's heuristic names candidates, the one it
+// thinks best first; for large products they are timed, on the very operands of the first call, and the fastest is taken
+// among those that give the bits of the first. So the choice may differ from run to run, and results do not.
+// Products are accumulated in fp32; fp32 ones are true fp32, without TF32. Where cuBLASLt has no algorithm (odd sizes,
+// odd addresses) a plain kernel does the work.
 #include "common.cuh"
 #include <cublasLt.h>
 
@@ -43,9 +45,16 @@ typedef struct {
     cublasLtMatmulAlgo_t algo;
 } Plan;
 
+enum { CANDIDATES_MAX = 16, SEARCH_ROUNDS = 5 };
+static const double SEARCH_FLOPS_MIN = 1e10;   // smaller products take less time than their launch
+static const double SEARCH_SECONDS_MAX = 10;   // of the whole program; later plans take the first candidate
+
 static cublasLtHandle_t handle;
 static Plan *plans;
 static int n_plans, plans_room;
+static bool search_on = true;
+
+void cuda::matmul_search(bool on) { search_on = on; }
 
 static int address_alignment(const void *p) {
     uintptr_t lowest = (uintptr_t)p & (~(uintptr_t)p + 1);
@@ -64,7 +73,8 @@ static void plan_set_pointers(const Plan *p, const void *bias, const void *aux) 
     if (aux) op_set(p->op, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &aux, sizeof aux);
 }
 
-static void plan_make(Plan *p, const PlanKey *key, const void *bias, const void *aux) {
+// Makes a plan with the heuristic's first choice. Stores it and the others in `candidates`, and returns how many.
+static int plan_make(Plan *p, const PlanKey *key, const void *bias, const void *aux, cublasLtMatmulAlgo_t candidates[CANDIDATES_MAX]) {
     memset(p, 0, sizeof *p);
     p->key = *key;
     cudaDataType_t in = cuda_type(key->type_in), out = cuda_type(key->type_out);
@@ -96,21 +106,25 @@ static void plan_make(Plan *p, const PlanKey *key, const void *bias, const void 
     cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align_b, sizeof align_b));
     cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align_c, sizeof align_c));
     cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align_d, sizeof align_d));
-    enum { ASKED = 4 };
-    cublasLtMatmulHeuristicResult_t found[ASKED];
-    int n_found = 0;
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, p->op, p->a, p->b, p->d, p->d, preference, ASKED, found, &n_found);
+    cublasLtMatmulHeuristicResult_t found[CANDIDATES_MAX];
+    int n_found = 0, n = 0;
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, p->op, p->a, p->b, p->d, p->d, preference, CANDIDATES_MAX, found, &n_found);
     cublasCheck(cublasLtMatmulPreferenceDestroy(preference));
     if (status != CUBLAS_STATUS_SUCCESS && status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE) cublasCheck(status);
-    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < n_found && !p->usable; i++)
-        if (found[i].state == CUBLAS_STATUS_SUCCESS && found[i].workspaceSize <= workspace) {
-            p->usable = true;
-            p->algo = found[i].algo;
-        }
+    for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < n_found; i++)
+        if (found[i].state == CUBLAS_STATUS_SUCCESS && found[i].workspaceSize <= workspace) candidates[n++] = found[i].algo;
+    p->usable = n > 0;
+    if (n > 0) p->algo = candidates[0];
+    return n;
 }
 
-static Plan *plan_get(const PlanKey *key, const void *bias, const void *aux) {
+static Plan *plan_find(const PlanKey *key) {
     for (int i = 0; i < n_plans; i++) if (memcmp(&plans[i].key, key, sizeof *key) == 0) return &plans[i];
+    return NULL;
+}
+
+// Room for one more plan.
+static Plan *plan_add(void) {
     if (!handle) cublasCheck(cublasLtCreate(&handle));
     if (n_plans == plans_room) {
         int room = plans_room ? 2 * plans_room : 64;
@@ -120,7 +134,6 @@ static Plan *plan_get(const PlanKey *key, const void *bias, const void *aux) {
         plans = larger;
         plans_room = room;
     }
-    plan_make(&plans[n_plans], key, bias, aux);
     return &plans[n_plans++];
 }
 
@@ -136,6 +149,69 @@ typedef struct {
     cublasLtEpilogue_t epilogue;
 } Product;
 
+static cublasStatus_t plan_run(const Plan *plan, const cublasLtMatmulAlgo_t *algo, const Product *p, void *d, Stream stream) {
+    float alpha = 1.0f, beta = p->c ? 1.0f : 0.0f;
+    void *workspace = scratch_get(WORKSPACE_BYTES, stream);
+    return cublasLtMatmul(handle, plan->op, &alpha, p->a, plan->a, p->b, plan->b, &beta, p->c ? p->c : d, plan->d, d, plan->d,
+                          algo, workspace, (size_t)WORKSPACE_BYTES, (cudaStream_t)stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The search
+
+// The bits of a result in one number; the host waits.
+static uint64_t result_hash(const void *d, int64_t bytes, Stream stream) {
+    uint64_t *hash = (uint64_t *)scratch_get(WORKSPACE_BYTES, stream), got; // the product no longer needs its workspace
+    cuda::hash_words(hash, tensor1((void *)d, DTYPE_FP32, bytes / 4), 0, false, stream);
+    cudaCheck(cudaMemcpyAsync(&got, hash, sizeof got, cudaMemcpyDeviceToHost, (cudaStream_t)stream));
+    stream_sync(stream);
+    return got;
+}
+
+// Puts the fastest of n candidates into the plan: the median of a few rounds, in which all take turns, so that a clock that
+// drifts is fair to all. A result that may not be overwritten yet (it is also an operand) goes to memory of its own; if
+// there is none to spare, the first candidate stays.
+static void plan_search(Plan *plan, const cublasLtMatmulAlgo_t *candidates, int n, const Product *p, Stream stream) {
+    static double seconds;
+    const int64_t bytes = p->m * p->n * dtype_bytes(p->type_out);
+    if (n < 2 || 2.0 * (double)p->m * (double)p->n * (double)p->k < SEARCH_FLOPS_MIN || seconds > SEARCH_SECONDS_MAX) return;
+    if (bytes % 4 != 0 || bytes / 4 > INT32_MAX || !is_aligned(p->d, 16)) return; // results are compared by hash_words
+    const bool apart = p->c == p->d;
+    if (apart && device_free_bytes() < bytes + (64 << 20)) return;
+    const double start = clock_seconds();
+    void *d = apart ? device_malloc(bytes) : p->d;
+    double ms[CANDIDATES_MAX][SEARCH_ROUNDS];
+    bool same[CANDIDATES_MAX];
+    int best = -1;
+    uint64_t want = 0;
+    for (int i = 0; i < n; i++) { // also warms up
+        same[i] = false;
+        if (plan_run(plan, &candidates[i], p, d, stream) != CUBLAS_STATUS_SUCCESS) continue; // the heuristic promised too much
+        const uint64_t bits = result_hash(d, bytes, stream);
+        if (best < 0) best = i, want = bits;
+        same[i] = bits == want;
+    }
+    Event from = event_create(), to = event_create();
+    for (int round = 0; round < SEARCH_ROUNDS; round++)
+        for (int i = 0; i < n; i++) {
+            if (!same[i]) continue;
+            event_record(from, stream);
+            cublasCheck(plan_run(plan, &candidates[i], p, d, stream));
+            event_record(to, stream);
+            event_sync(to);
+            double at = event_elapsed_ms(from, to);
+            int k = round; // sorted by insertion
+            for (; k > 0 && ms[i][k - 1] > at; k--) ms[i][k] = ms[i][k - 1];
+            ms[i][k] = at;
+        }
+    for (int i = 0; i < n; i++) if (same[i] && ms[i][SEARCH_ROUNDS / 2] < ms[best][SEARCH_ROUNDS / 2]) best = i;
+    if (best >= 0) plan->algo = candidates[best];
+    event_destroy(from);
+    event_destroy(to);
+    if (apart) device_free(d);
+    seconds += clock_seconds() - start;
+}
+
 static bool product_by_library(const Product *p, Stream stream) {
     // Its fused epilogues want vectors: of the bias, and of each column of aux.
     if (p->bias && !is_aligned(p->bias, 16)) return false;
@@ -150,13 +226,16 @@ static bool product_by_library(const Product *p, Stream stream) {
     key.align_a = address_alignment(p->a); key.align_b = address_alignment(p->b);
     key.align_d = address_alignment(p->d); key.align_c = p->c ? address_alignment(p->c) : key.align_d;
     key.align_bias = address_alignment(p->bias); key.align_aux = address_alignment(p->aux);
-    Plan *plan = plan_get(&key, p->bias, p->aux);
+    Plan *plan = plan_find(&key);
+    if (!plan) {
+        cublasLtMatmulAlgo_t candidates[CANDIDATES_MAX];
+        plan = plan_add();
+        const int n = plan_make(plan, &key, p->bias, p->aux, candidates);
+        if (search_on) plan_search(plan, candidates, n, p, stream);
+    }
     if (!plan->usable) return false;
     plan_set_pointers(plan, p->bias, p->aux);
-    float alpha = 1.0f, beta = p->c ? 1.0f : 0.0f;
-    void *workspace = scratch_get(WORKSPACE_BYTES, stream);
-    cublasStatus_t status = cublasLtMatmul(handle, plan->op, &alpha, p->a, plan->a, p->b, plan->b, &beta, p->c ? p->c : p->d, plan->d,
-                                           p->d, plan->d, &plan->algo, workspace, (size_t)WORKSPACE_BYTES, (cudaStream_t)stream);
+    cublasStatus_t status = plan_run(plan, &plan->algo, p, p->d, stream);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) { // the heuristic promised too much
         plan->usable = false;
         return false;

@@ -103,29 +103,31 @@ void cuda::hash_words(uint64_t *out, Tensor x, int64_t first, bool accumulate, S
 enum { REDUCE_GROUPS = 32 }; // warps of a block; warp g adds partials g, g + 32, ...
 
 __global__ void __launch_bounds__(32 * REDUCE_GROUPS)
-columns_reduce_kernel(float *out, const float *partial, int n_partials, int64_t stride, int64_t columns, bool accumulate) {
+columns_reduce_kernel(float *out_a, float *out_b, const float *partial, int n_partials, int64_t columns_a, int64_t columns, bool accumulate) {
     __shared__ float sums[REDUCE_GROUPS][32];
     int lane = threadIdx.x % 32, group = threadIdx.x / 32;
     int64_t c = (int64_t)blockIdx.x * 32 + lane;
     float sum = 0;
     if (c < columns)
-        for (int p = group; p < n_partials; p += REDUCE_GROUPS) sum += partial[p * stride + c];
+        for (int p = group; p < n_partials; p += REDUCE_GROUPS) sum += partial[p * columns + c];
     sums[group][lane] = sum;
     __syncthreads();
     if (group == 0 && c < columns) {
         float total = 0;
         for (int g = 0; g < REDUCE_GROUPS; g++) total += sums[g][lane];
-        out[c] = accumulate ? out[c] + total : total;
+        float *out = c < columns_a ? out_a + c : out_b + (c - columns_a);
+        *out = accumulate ? *out + total : total;
     }
 }
 
-void columns_reduce(float *out, const float *partial, int n_partials, int64_t stride, int64_t columns, bool accumulate, cudaStream_t stream) {
-    const unsigned blocks = grid_blocks(ceil_div(columns, 32));
-    columns_reduce_kernel<<<blocks, 32 * REDUCE_GROUPS, 0, stream>>>(out, partial, n_partials, stride, columns, accumulate);
+void columns_reduce(float *out_a, float *out_b, const float *partial, int n_partials, int64_t columns_a, int64_t columns_b, bool accumulate,
+                    cudaStream_t stream) {
+    const unsigned blocks = grid_blocks(ceil_div(columns_a + columns_b, 32));
+    columns_reduce_kernel<<<blocks, 32 * REDUCE_GROUPS, 0, stream>>>(out_a, out_b, partial, n_partials, columns_a, columns_a + columns_b, accumulate);
     launch_check();
 }
 
-enum { BIAS_WARPS = 8 };
+enum { BIAS_WARPS = 8, BIAS_ROWS = 4 }; // rows that a thread reads at once
 
 // A warp covers 32 * W neighbouring columns; the warps of a block and the blocks of a column share the rows.
 template <typename T, int W>
@@ -136,14 +138,17 @@ bias_partial_kernel(float *partial, const T *dout, int64_t rows, int64_t columns
     int64_t row_block = blockIdx.x / column_blocks, row_blocks = gridDim.x / column_blocks;
     int64_t c0 = (blockIdx.x % column_blocks) * 32 * W;
     int64_t c = c0 + lane * W;
-    float sum[W];
-    for (int i = 0; i < W; i++) sum[i] = 0;
-    if (c < columns) {
-#pragma unroll 4
-        for (int64_t r = row_block * BIAS_WARPS + warp; r < rows; r += row_blocks * BIAS_WARPS) {
-            Vec<T, W> d = vec_load<W>(dout + r * columns + c);
+    float sum[W] = {};
+    const int64_t step = row_blocks * BIAS_WARPS;
+    for (int64_t r = row_block * BIAS_WARPS + warp; r < rows && c < columns; r += BIAS_ROWS * step) {
+        Vec<T, W> d[BIAS_ROWS];
 #pragma unroll
-            for (int i = 0; i < W; i++) sum[i] += d.at(i);
+        for (int k = 0; k < BIAS_ROWS; k++) if (r + k * step < rows) d[k] = vec_load<W>(dout + (r + k * step) * columns + c);
+#pragma unroll
+        for (int k = 0; k < BIAS_ROWS; k++) {
+            if (r + k * step >= rows) break;
+#pragma unroll
+            for (int i = 0; i < W; i++) sum[i] += d[k].at(i);
         }
     }
     for (int i = 0; i < W; i++) sums[warp][i * 32 + lane] = sum[i];
@@ -163,11 +168,12 @@ void cuda::bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stre
     check_f32("bias_backward", "dbias", dbias, 1, columns);
     FLOATX_SWITCH(dout.dtype, WIDTH_SWITCH(columns % vec_width<floatX>() == 0 && is_aligned(dout.data, 16), vec_width<floatX>(), {
         const int64_t column_blocks = ceil_div(columns, 32 * W);
-        const int64_t row_blocks = max_i64(1, min_i64(ceil_div(rows, 4 * BIAS_WARPS), ceil_div(8 * sm_count(), column_blocks)));
+        const int64_t at_once = blocks_at_once(bias_partial_kernel<floatX, W>, 32 * BIAS_WARPS, 0);
+        const int64_t row_blocks = max_i64(1, min_i64(ceil_div(rows, BIAS_ROWS * BIAS_WARPS), at_once / column_blocks));
         const unsigned blocks = grid_blocks(row_blocks * column_blocks);
         float *partial = (float *)scratch_get(row_blocks * columns * (int64_t)sizeof(float), stream);
         bias_partial_kernel<floatX, W><<<blocks, 32 * BIAS_WARPS, 0, s>>>(partial, elements<const floatX>(dout), rows, columns, column_blocks);
         launch_check();
-        columns_reduce(elements<float>(dbias), partial, (int)row_blocks, columns, columns, accumulate, s);
+        columns_reduce(elements<float>(dbias), NULL, partial, (int)row_blocks, columns, 0, accumulate, s);
     }));
 }
