@@ -48,6 +48,10 @@ static inline AttentionShape attention_shape(const char *kernel, Tensor qkv, con
 // The backward of 16-bit types for compute capability 9.0 (attention_backward_hopper.cu).
 void attention_backward_hopper(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, Stream stream);
 
+// Bytes of scratch that it takes on a GPU of `sms` multiprocessors: 8 for each row and head (T rounded up to 128), and the fp32
+// sums of dq of the heads in work, two of them and 3 * sms * 128 rows more: 26 MB (head sizes above 64) on an H200.
+int64_t attention_backward_hopper_scratch(int64_t heads, int64_t T, int64_t HS, int64_t sms);
+
 // A block handles one tile of one head of one sequence. Blocks count tiles fastest; `heaviest_last` is for kernels whose
 // last tiles have the most work: these start first, so that no long block is left over at the end.
 typedef struct {

@@ -137,8 +137,8 @@ __device__ static void backward_load(HopperBackwardShared<D> &sh, const CUtensor
     const int NH = work.shape.NH;
     Ring own = {0, 0}, walk = {0, 0};
     for (;; ring_next<2>(own)) {
-        barrier_wait(&sh.kv_empty[own.stage], own.parity ^ 1);
         const unsigned ticket = atomicAdd(work.ticket, 1u); // which block does a task does not change its result
+        barrier_wait(&sh.kv_empty[own.stage], own.parity ^ 1);
         if (ticket >= (unsigned)work.tasks) {
             sh.task[own.stage] = -1;
             barrier_arrive(&sh.kv_full[own.stage]);
@@ -326,15 +326,13 @@ template <typename T, int D> __device__ static void backward_dq(HopperBackwardSh
         const int id = __shfl_sync(0xffffffffu, sh.task[own.stage], 0);
         if (id < 0) return;
         const BackwardTask task = backward_task<Sizes>(work, id);
-        const int64_t tile0 = (int64_t)(task.head % work.slots) * work.query_tiles;
-        const unsigned earlier = (unsigned)(task.head / work.slots); // heads that had the slot
+        const int slot = task.head % work.slots, earlier = task.head / work.slots; // heads that had the slot
 #pragma unroll 1
         for (int i = task.first; i < work.query_tiles; i++, ring_next<2>(walk)) {
             const int diagonal = i * Sizes::QUERIES / Sizes::KEYS; // the key tiles diagonal .. 0 add to this query tile
-            const unsigned turn = earlier * (unsigned)(diagonal + 1) + (unsigned)(diagonal - task.key_tile);
-            unsigned *turns = work.turns + tile0 + i;
-            float4 *sums = reinterpret_cast<float4 *>(work.sums + (tile0 + i) * Sizes::DQ_FLOATS) + thread;
-            while (load_acquire(turns) != turn) {} // each warp for itself
+            const unsigned turn = (unsigned)(earlier * (diagonal + 1) + diagonal - task.key_tile);
+            unsigned *turns = work.turns + (int64_t)slot * work.query_tiles + i;
+            float4 *sums = reinterpret_cast<float4 *>(work.sums + ((int64_t)slot * work.query_tiles + i) * Sizes::DQ_FLOATS) + thread;
             barrier_wait(&sh.ds_full[walk.stage], walk.parity);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -342,15 +340,20 @@ template <typename T, int D> __device__ static void backward_dq(HopperBackwardSh
                 const uint64_t a = wgmma_columns(sh.ds[walk.stage] + (ROWS ? half * Sizes::KEY_PANEL : 0), Sizes::KEY_PANEL);
                 const uint64_t b = wgmma_columns(sh.k[own.stage] + (COLUMNS ? half * Sizes::KEY_PANEL : 0), Sizes::KEY_PANEL);
                 wgmma_fence();
+                wgmma_begin<T, true, true>(dq, a, b);
 #pragma unroll
-                for (int kk = 0; kk < Sizes::KEYS / 16; kk++)
-                    wgmma<T, true, true>(dq, wgmma_advance(a, kk * 16 * PANEL_ROW_BYTES), wgmma_advance(b, kk * 16 * PANEL_ROW_BYTES), kk > 0);
+                for (int kk = 1; kk < Sizes::KEYS / 16; kk++)
+                    wgmma<T, true, true>(dq, wgmma_advance(a, kk * 16 * PANEL_ROW_BYTES), wgmma_advance(b, kk * 16 * PANEL_ROW_BYTES), true);
                 wgmma_commit();
                 wgmma_wait<0>();
                 wgmma_hold(dq);
                 if (half == 1 && lane == 0) {
                     barrier_arrive(&sh.ds_empty[walk.stage]);
                     if (i == work.query_tiles - 1) barrier_arrive(&sh.kv_empty[own.stage]);
+                }
+                if (half == 0) {
+                    if (thread == 0) while (load_acquire(turns) != turn) {}
+                    named_sync(BARRIER_DQ, WARPGROUP);
                 }
                 if (task.key_tile == 0) {
                     if (diagonal > 0) {
@@ -366,13 +369,12 @@ template <typename T, int D> __device__ static void backward_dq(HopperBackwardSh
                     const int row0 = i * Sizes::QUERIES + half * ROWS, column0 = half * COLUMNS;
                     T *dst = work.dqkv + ((int64_t)task.b * work.shape.T + row0) * work.shape.qkv_stride + (int64_t)task.h * work.shape.HS + column0;
                     store_product<T>(dst, work.shape.qkv_stride, work.shape.T - row0, work.shape.HS - column0, dq, work.scale);
+                } else if (task.key_tile == diagonal) {
+#pragma unroll
+                    for (int f = 0; f < 8; f++) __stcg(sums + (half * 8 + f) * WARPGROUP, make_float4(dq[4 * f], dq[4 * f + 1], dq[4 * f + 2], dq[4 * f + 3]));
                 } else {
 #pragma unroll
-                    for (int f = 0; f < 8; f++) {
-                        const float4 x = make_float4(dq[4 * f], dq[4 * f + 1], dq[4 * f + 2], dq[4 * f + 3]);
-                        if (task.key_tile == diagonal) __stcg(sums + (half * 8 + f) * WARPGROUP, x);
-                        else add_float4(sums + (half * 8 + f) * WARPGROUP, x);
-                    }
+                    for (int f = 0; f < 8; f++) add_float4(sums + (half * 8 + f) * WARPGROUP, make_float4(dq[4 * f], dq[4 * f + 1], dq[4 * f + 2], dq[4 * f + 3]));
                 }
             }
             named_sync(BARRIER_DQ, WARPGROUP); // all have added
@@ -445,34 +447,56 @@ __global__ void __launch_bounds__(256) attention_backward_prepare_kernel(float *
 // ---------------------------------------------------------------------------------------------------------------
 // Host
 
+// How a launch divides its work and its scratch: lse2 and rowsum (heads, rows), then the sums and the counters.
+typedef struct {
+    int64_t rows, key_tiles, query_tiles, tasks, blocks, slots, statistics, sums, counters; // the last three: words of 4 bytes
+} BackwardPlan;
+
+template <int D> static BackwardPlan backward_plan(int64_t heads, int64_t seq, int64_t sms) {
+    using Sizes = HopperBackward<D>;
+    BackwardPlan p;
+    p.rows = round_up(seq, Sizes::KEYS);
+    p.key_tiles = p.rows / Sizes::KEYS;
+    p.query_tiles = p.rows / Sizes::QUERIES;
+    p.tasks = heads * p.key_tiles;
+    p.blocks = min_i64(sms, p.tasks);
+    // Heads in work at a time: blocks are within about one task of each other, and each may have drawn its next. More slots
+    // would leave the L2; fewer would let heads wait for each other.
+    p.slots = min_i64(heads, ceil_div(3 * p.blocks, p.key_tiles) + 2);
+    p.statistics = heads * p.rows;
+    p.sums = p.slots * p.query_tiles * Sizes::DQ_FLOATS;
+    p.counters = p.slots * p.query_tiles + 1;
+    return p;
+}
+
+int64_t attention_backward_hopper_scratch(int64_t heads, int64_t T, int64_t HS, int64_t sms) {
+    const BackwardPlan p = HS <= 64 ? backward_plan<64>(heads, T, sms) : backward_plan<128>(heads, T, sms);
+    return (2 * p.statistics + p.sums + p.counters) * (int64_t)sizeof(float);
+}
+
 template <typename T, int D> static void backward_launch(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, Stream stream) {
     using Sizes = HopperBackward<D>;
     const cudaStream_t s = (cudaStream_t)stream;
-    const int64_t B = shape.B, NH = shape.NH, seq = shape.T, HS = shape.HS, heads = B * NH, rows = round_up(seq, Sizes::KEYS);
-    const int64_t key_tiles = rows / Sizes::KEYS, query_tiles = rows / Sizes::QUERIES, tasks = heads * key_tiles, blocks = min_i64(sm_count(), tasks);
-    CHECK(tasks <= INT32_MAX / 2, "attention_backward: %" PRId64 " tiles of keys", tasks);
-    // Heads in work at a time: blocks are within about one task of each other, and each has drawn its next. More slots would
-    // leave the L2; fewer would let heads wait for each other.
-    const int64_t slots = min_i64(heads, ceil_div(3 * blocks, key_tiles) + 2);
-    const int64_t statistics = heads * rows, sums = slots * query_tiles * Sizes::DQ_FLOATS, counters = slots * query_tiles + 1;
-
-    // Scratch: 8 bytes a row and head, and the sums: two heads' dq in fp32 and 3 * blocks * 128 * D floats more (26 MB at most).
-    float *lse2 = (float *)scratch_get((2 * statistics + sums + counters) * (int64_t)sizeof(float), stream), *rowsum = lse2 + statistics;
-    unsigned *turns = (unsigned *)(rowsum + statistics + sums);
+    const int64_t B = shape.B, NH = shape.NH, seq = shape.T, HS = shape.HS;
+    const BackwardPlan p = backward_plan<D>(B * NH, seq, sm_count());
+    CHECK(p.tasks <= INT32_MAX / 2, "attention_backward: %" PRId64 " tiles of keys", p.tasks);
+    float *lse2 = (float *)scratch_get(attention_backward_hopper_scratch(B * NH, seq, HS, sm_count()), stream), *rowsum = lse2 + p.statistics;
+    float *sums = rowsum + p.statistics;
+    unsigned *turns = (unsigned *)(sums + p.sums);
     const float scale = 1.0f / sqrtf((float)HS);
-    const BackwardWork<T> work = {elements<T>(dqkv), lse2, rowsum, rowsum + statistics, turns, turns + counters - 1, shape, (int)rows, (int)key_tiles,
-                                  (int)query_tiles, (int)slots, (int)tasks, scale, scale * LOG2E};
+    const BackwardWork<T> work = {elements<T>(dqkv), lse2, rowsum, sums, turns, turns + p.counters - 1, shape, (int)p.rows, (int)p.key_tiles,
+                                  (int)p.query_tiles, (int)p.slots, (int)p.tasks, scale, scale * LOG2E};
 
     constexpr int LANES = D / 8;
-    attention_backward_prepare_kernel<T, LANES><<<grid_blocks(ceil_div(max_i64(statistics * LANES, counters), 256)), 256, 0, s>>>(
-        lse2, rowsum, turns, counters, elements<const T>(dout), elements<const T>(out), elements<const float>(lse), (int)rows, shape);
+    attention_backward_prepare_kernel<T, LANES><<<grid_blocks(ceil_div(max_i64(p.statistics * LANES, p.counters), 256)), 256, 0, s>>>(
+        lse2, rowsum, turns, p.counters, elements<const T>(dout), elements<const T>(out), elements<const float>(lse), (int)p.rows, shape);
     launch_check();
 
     const int64_t size_qkv[4] = {HS, 3 * NH, seq, B}, stride_qkv[3] = {HS, shape.qkv_stride, seq * shape.qkv_stride};
     const int64_t size_out[4] = {HS, NH, seq, B}, stride_out[3] = {HS, shape.out_stride, seq * shape.out_stride};
     const int box_keys[4] = {PANEL_COLUMNS, 1, Sizes::KEYS, 1}, box_queries[4] = {PANEL_COLUMNS, 1, Sizes::QUERIES, 1};
     shared_bytes_allow(attention_backward_hopper_kernel<T, D>, sizeof(HopperBackwardShared<D>));
-    attention_backward_hopper_kernel<T, D><<<(unsigned)blocks, BACKWARD_THREADS, sizeof(HopperBackwardShared<D>), s>>>(
+    attention_backward_hopper_kernel<T, D><<<(unsigned)p.blocks, BACKWARD_THREADS, sizeof(HopperBackwardShared<D>), s>>>(
         tensor_map_make(qkv, 0, size_qkv, stride_qkv, box_keys), tensor_map_make(qkv, 0, size_qkv, stride_qkv, box_queries),
         tensor_map_make(dout, 0, size_out, stride_out, box_queries), work);
     launch_check();

@@ -1,5 +1,6 @@
 // scratch.cu - scratch memory of the CUDA backend, one piece a stream.
-#include "common.cuh"
+#include "attention.cuh"
+#include "hopper.cuh"
 
 // Large enough for what cuBLASLt wants and for most partial sums, so that growing is rare.
 static const int64_t SCRATCH_BYTES_MIN = 32 << 20;
@@ -20,11 +21,12 @@ static int64_t piece_bytes(int64_t bytes) { return round_up(max_i64(bytes, SCRAT
 int64_t cuda::scratch_bytes(int64_t B, int64_t T, int64_t C, int64_t NH) {
     const int64_t rows = B * T, f32 = (int64_t)sizeof(float);
     int devices = 0;
-    const int64_t sms = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0 ? sm_count() : 132; // without a device: an H200's
+    const bool present = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
+    const int64_t sms = present ? sm_count() : 132; // without a device: an H200's
     cudaGetLastError(); // forgotten
-    // Two numbers a row and head, and dq in fp32 of some heads (attention_backward_hopper.cu; the other kernels need half of the first).
-    const int64_t padded = round_up(T, 128), head_size = C / NH <= 64 ? 64 : 128;
-    const int64_t attention_backward = (2 * B * NH * padded + (3 * sms * 128 + 3 * padded) * head_size) * f32 + (1 << 20);
+    // Compute capability 9.0 asks for more than the other kernels.
+    int64_t attention_backward = rows * NH * f32;
+    if (!present || hopper_available()) attention_backward = attention_backward_hopper_scratch(B * NH, T, C / NH, sms);
     const int64_t layernorm_backward = sms * 4 * 2 * C * f32;
     // Three lists of tokens, sums of chunks of 32 tokens, and the sort, which keeps a second copy of keys and values.
     const int64_t embedding_backward = 3 * rows * 4 + rows / 32 * 2 * C * f32 + 9 * rows + (1 << 20);
