@@ -98,6 +98,7 @@ typedef struct {
     int64_t timeout; // seconds
     bool reduce_scatter, overlap_comm, load_from_fp32_weights, gather_16bit_weights_on_model_save, prescale_gradients;
     double gradient_predivide_factor;
+    bool gradient_allreduce_op;    // sum instead of mean
     DType communication_data_type, grad_accum_dtype; // in which gradients travel, and are summed; the latter's section is data_types
     int64_t reduce_bucket_size, allgather_bucket_size, sub_group_size; // elements, as the next two lines
     int64_t prefetch_bucket_size, param_persistence_threshold, model_persistence_threshold;
@@ -142,7 +143,6 @@ typedef struct {
 typedef struct {
     bool fp32_optimizer_states, bf16_master_weights_and_grads, bf16_optimizer_states;
     DType param_dtype, buffer_dtype, tensor_parallel_dtype;
-    bool gradient_allreduce_op; // sum instead of mean
     int64_t zero_hpz_partition_size;
     bool zero_quantized_weights, zero_quantized_gradients, cpu_offload, cpu_offload_param, cpu_offload_use_pin_memory;
     double offload_ratio;

@@ -136,7 +136,7 @@ static const ConfigKey config_keys[] = {
     USE("communication_data_type", KEY_CHOICE, zero.communication_data_type, "fp32", DTYPE_WORDS, AUTO | NULL_OK, "type in which gradients travel between data-parallel ranks; 16 bits halve the traffic, and sums are rounded, by NCCL at every hop (DeepSpeed's default is the model's type)"),
     NOTE("seq_parallel_communication_data_type", KEY_CHOICE, DTYPE_WORDS, AUTO | NULL_OK, "matters only with sequence parallelism"),
     ALIAS("seq_parallel_comm_data_type", "seq_parallel_communication_data_type", 0, "the name in the code of DeepSpeed 0.16"),
-    LATER("gradient_allreduce_op", KEY_CHOICE, compat.gradient_allreduce_op, "mean", "mean|sum", AUTO | V19, "average or sum over the data-parallel ranks"),
+    USE("gradient_allreduce_op", KEY_CHOICE, zero.gradient_allreduce_op, "mean", "mean|sum", AUTO | V19, "the update's gradient is the mean over the data-parallel ranks, or their sum (not at stage 3)"),
     REFUSE_ON("sparse_gradients", KEY_BOOL, "false", AUTO, "a tied embedding has dense gradients; remove it"),
     NOTE("disable_allgather", KEY_BOOL, "", AUTO, "DeepSpeed reads this key and does nothing with it either"),
 

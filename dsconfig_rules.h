@@ -483,6 +483,8 @@ static void config_resolve_zero(ConfigReader *r) {
     if (z->stage >= 2 && z->reduce_scatter && z->gradient_predivide_factor != 1)
         config_say_key(r, CONFIG_PROBLEM, "gradient_predivide_factor",
                        "cannot be with zero_optimization.stage %" PRId64 " and reduce_scatter; remove it", z->stage);
+    if (z->stage == 3 && z->gradient_allreduce_op)
+        config_say_key(r, CONFIG_PROBLEM, "gradient_allreduce_op", "cannot be with zero_optimization.stage 3, as in DeepSpeed; remove it, or lower the stage");
     if (z->prescale_gradients && z->gradient_predivide_factor != 1)
         config_say_key(r, CONFIG_NOTICE, "gradient_predivide_factor", "has no effect with prescale_gradients");
     if (o->zero_quantized_gradients && !z->reduce_scatter)

@@ -5,7 +5,7 @@
 // a row and a test.
 //
 // One update (optimizer_step), with the gradients of S*loss in zero's shards, S the loss scale times what zero.cu leaves to be
-// divided (Zero.postdivide). All of it is enqueued:
+// divided (Zero.divisor). All of it is enqueued:
 //
 //     norm = |grads| / S, over all ranks, squares summed in double
 //     update_control: not finite: skip; clip: factor = min(1, gradient_clipping / norm)
@@ -270,7 +270,7 @@ static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, bool
     o->host_sums[SUM_HASH_SQUARES] = o->host_sums[SUM_HASH] * o->host_sums[SUM_HASH];
     device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], (SUM_COUNT - SUM_STOP) * sizeof(double), COPY_TO_DEVICE, z->stream);
     comm_all_reduce_double(z->reduce_group, o->sums, SUM_COUNT, COMM_SUM, z->stream);
-    update_control(o->control, &o->sums[SUM_SQUARES], &o->sums[SUM_LOSS], o->scaler.scale * z->postdivide, o->cfg->gradient_clipping, z->stream);
+    update_control(o->control, &o->sums[SUM_SQUARES], &o->sums[SUM_LOSS], o->scaler.scale * z->divisor, o->cfg->gradient_clipping, z->stream);
     device_copy(o->host_sums, o->sums, SUM_COUNT * sizeof(double), COPY_TO_HOST, z->stream);
     device_copy(o->host_control, o->control, sizeof(UpdateControl), COPY_TO_HOST, z->stream);
     event_record(o->decided, z->stream);

@@ -128,7 +128,7 @@ typedef struct {
     bool overlap_comm, reduce_scatter;
     DType communication_data_type; // in which gradients travel
     DType grad_accum_dtype;        // of the shards in which they are summed from stage 2 on
-    bool prescale_gradients;
+    bool prescale_gradients, gradient_allreduce_op; // the second: sum instead of mean
     double gradient_predivide_factor;
 } ZeroOptions;
 
@@ -148,6 +148,7 @@ static ZeroOptions zero_options(const ZeroConfig *c) {
     o.communication_data_type = c->communication_data_type;
     o.grad_accum_dtype = c->grad_accum_dtype;
     o.prescale_gradients = c->prescale_gradients;
+    o.gradient_allreduce_op = c->gradient_allreduce_op;
     o.gradient_predivide_factor = c->gradient_predivide_factor;
     return o;
 }
@@ -191,6 +192,7 @@ typedef struct {
     bool *grad_written;    // by row, see invariant 6
     bool last_micro_batch;
     double postdivide;     // ranks / what gradients are divided by before they are summed: their sums are the mean's times this
+    double divisor;        // what the update divides the sums by: postdivide, or less by the ranks for gradient_allreduce_op = sum
     int64_t version;       // of the weights: grows with every update
     // The list of uses: units in the order in which the program will fetch them, over and over.
     const int *use_list;
@@ -387,6 +389,7 @@ static void zero_init(Zero *z, const Model *m, ZeroOptions opt, Group gather_gro
     z->layout = zero_layout(m, opt, gather_group.size, gather_group.rank, n_states, with_gradients);
     z->n_states = z->layout.n_states;
     z->postdivide = opt.prescale_gradients ? 1 : gather_group.size / opt.gradient_predivide_factor;
+    z->divisor = z->postdivide / (opt.gradient_allreduce_op ? gather_group.size : 1);
     z->unit = (UnitState *)host_alloc(sizeof(UnitState) * (size_t)m->table.n_units);
     z->grad_written = (bool *)host_alloc(sizeof(bool) * (size_t)m->table.n_rows);
     for (int u = 0; u < m->table.n_units; u++) zero_init_unit(z, u);

@@ -97,7 +97,7 @@ BUGS = [
      "gradients are always divided before their sum"),
     ("zero.cu", "event_record(s->reduced, z->reduce_stream);", "", "parallel@2",
      "the embedding's gradient is written again before its sum has left"),
-    ("optimizer.cu", "o->scaler.scale * z->postdivide", "o->scaler.scale", "zero@2",
+    ("optimizer.cu", "o->scaler.scale * z->divisor", "o->scaler.scale", "zero@2",
      "what was not divided before the sum is not divided after it"),
     ("evaluate.cu", "if (!cfg->zero.load_from_fp32_weights)", "if (false)", "zero",
      "masters are never taken from the weights"),

@@ -701,7 +701,8 @@ static void test_combinations(Test *t) {
         {"{" MICRO ", \"compile\": {\"passes\": [\"z3\", \"autosp\"]}}", "", 4, "compile.passes", "", "", "set sequence_parallel_size"},
         {"{" MICRO ", \"compile\": {\"passes\": [\"z9\"]}}", "", 4, "compile.passes", "", "", NULL},
         {"{" MICRO ", \"bf16\": {\"enabled\": true}, \"data_types\": {\"param_dtype\": \"fp16\", \"buffer_dtype\": \"bfloat16\"}, \"tensor_parallel\": {\"dtype\": \"half\"}}", "", 4, "data_types.param_dtype tensor_parallel.dtype", "", "data_types.buffer_dtype", NULL},
-        {"{" MICRO ", \"gradient_allreduce_op\": \"sum\", \"optimizer\": {\"params\": {\"fp32_optimizer_states\": false}}}", "", 4, "", "gradient_allreduce_op optimizer.params.fp32_optimizer_states", "", NULL},
+        {"{" MICRO ", \"gradient_allreduce_op\": \"sum\", \"optimizer\": {\"params\": {\"fp32_optimizer_states\": false}}}", "", 4, "", "optimizer.params.fp32_optimizer_states", "", NULL},
+        {"{" MICRO ", \"gradient_allreduce_op\": \"sum\", \"zero_optimization\": {\"stage\": 3}}", "", 4, "gradient_allreduce_op", "", "", "cannot be with zero_optimization.stage 3"},
     };
     CHECK_CASES(t, row);
 }

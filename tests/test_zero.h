@@ -428,6 +428,24 @@ static void test_prescale(Test *t) {
     free(first);
 }
 
+// gradient_allreduce_op = sum: the update's gradient is the mean's times the ranks, whatever was divided before the sum.
+static void test_allreduce_op(Test *t) {
+    double norm = 0, loss = 0;
+    for (int way = 0; way < 6; way++) {
+        Config *c = parallel_config(1);
+        c->zero.stage = way / 2;
+        c->zero.gradient_allreduce_op = way > 0;
+        c->zero.prescale_gradients = way == 1;
+        Trainer *trainer = zero_trainer(c);
+        StepStats s = train_step(trainer);
+        if (way == 0) norm = s.grad_norm, loss = s.loss;
+        expect_near(t, "gradient norm of a sum", s.grad_norm, norm * (way > 0 ? test_world.world : 1), 1e-5 * norm * test_world.world);
+        expect_near(t, "loss", s.loss, loss, 1e-6 * loss);
+        zero_trainer_free(trainer);
+        free(c);
+    }
+}
+
 // Bytes of gradients: 4 a parameter of the shard, or 2; the buffers of 16-bit messages are accounted for.
 static void test_gradient_bytes(Test *t) {
     for (int way = 0; way < 2; way++) {
@@ -503,6 +521,6 @@ static void test_load_from_fp32_weights(Test *t) {
 static const TestRow zero_tests[] = {
     {"keys that change no bit", test_keys_without_a_bit}, {"gradients on their way", test_gradients_on_their_way}, {"rounded runs", test_rounded_runs},
     {"many micro-batches", test_many_micro_batches}, {"traffic", test_traffic}, {"live parameters", test_live_parameters}, {"persistence", test_persistence},
-    {"look-ahead", test_look_ahead}, {"reduce_bucket_size", test_reduce_buckets}, {"overlap", test_overlap}, {"prescale_gradients", test_prescale},
+    {"look-ahead", test_look_ahead}, {"reduce_bucket_size", test_reduce_buckets}, {"overlap", test_overlap}, {"prescale_gradients", test_prescale}, {"gradient_allreduce_op", test_allreduce_op},
     {"bytes of gradients", test_gradient_bytes}, {"fourteen bytes", test_fourteen_bytes}, {"load_from_fp32_weights", test_load_from_fp32_weights}, {NULL, NULL},
 };
