@@ -27,7 +27,8 @@ void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor w,
 void residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor delta, Tensor w, Tensor b, float eps, Stream stream);
 
 // With n = (x - mean) * rstd and g = dout * w:  dx = dresidual + rstd * (g - mean_C(g) - n * mean_C(g * n));
-// dw (+)= sum_N dout * n;  db (+)= sum_N dout.   dresidual act (N,C), optional, may alias dx. dw, db f32 (C).
+// dw (+)= sum_N dout * n;  db (+)= sum_N dout.   dresidual act (N,C), optional, may alias dx. dw, db f32 (C). On the GPU C is at
+// most 16,384.
 void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd, Tensor dresidual, bool accumulate, Stream stream);
 
 // out = inp @ w^T + bias + residual. If pre_gelu is given: pre_gelu = inp @ w^T + bias, out = gelu(pre_gelu), and residual is
