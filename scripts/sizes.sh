@@ -48,5 +48,5 @@ echo "longest functions (60 typical, 100 the limit):"
 git ls-files -z -- '*.cu' '*.h' '*.cpp' '*.cuh' | xargs -0 awk '
     FNR == 1 { name = "" }
     /^[A-Za-z_].*\)[^;]*\{$/ { name = $0; sub(/\(.*/, "", name); sub(/.*[ *]/, "", name); start = FNR }
-    /^\}/ && name != "" { print FNR - start + 1, FILENAME ":" start, name; name = "" }' | sort -rn | head -n 8 | awk '{ printf "%6d  %s %s\n", $1, $3, $2 }'
+    /^\}/ && name != "" { print FNR - start + 1, FILENAME ":" start, name; name = "" }' | sort -rn | awk 'NR <= 8 { printf "%6d  %s %s\n", $1, $3, $2 }'
 echo "sizes: $total lines, $over files over 1.3 times their budget"
