@@ -8,9 +8,18 @@
 static void forward_chunk(Trainer *t, int chunk, ActSlot *a); // train_gpt.cu
 static void load_samples(Trainer *t, DataLoader *d, ActSlot *a, int64_t first, int64_t n, int64_t B);
 
+// All ranks: has any of them been asked to stop? Evaluations and samples end early then.
+static bool stop_asked(Trainer *t) {
+    double stop = stop_signal != 0;
+    if (t->grid.world > 1) comm_host_all_reduce(&stop, 1, COMM_MAX);
+    t->stop |= stop > 0;
+    return t->stop;
+}
+
 // Mean loss over the first eval_batches micro-batches of each rank of the validation set (0 = all of it). The set is fixed,
 // and nothing that training reads afterwards is touched: no gradient, no weight, no position in the training data. The
 // ranks run equally many passes, whatever is left for the last one: a pass without samples computes, and counts nothing.
+// NaN, with t->stop, when a signal has cut it short.
 static double evaluate(Trainer *t) {
     int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, T = t->cfg->run.seq_len, D = t->grid.zero_size, samples = t->val.n_samples;
     if (t->cfg->run.eval_batches > 0) samples = min_i64(samples, t->cfg->run.eval_batches * B * D);
@@ -18,9 +27,9 @@ static double evaluate(Trainer *t) {
     a->mode = FORWARD_EVAL;
     zero_set_uses(&t->zero, t->eval_uses, t->n_eval_uses);
     device_memset(t->eval_sum, 0, sizeof(double), t->stream);
-    watch_announce(WATCH_EVALUATE, 600);
+    watch_announce(WATCH_EVALUATE, 300); // without a sign: as long as a first update, which is at new sizes as well
     for (int64_t pass = 0; pass < samples; pass += B * D) {
-        watch_tick();
+        if (stop_asked(t)) return NAN;
         int64_t first = min_i64(samples, pass + t->grid.zero_rank * B);
         load_samples(t, &t->val, a, first, min_i64(B, samples - first), B);
         forward_chunk(t, 0, a);
@@ -37,9 +46,9 @@ static double evaluate(Trainer *t) {
 static void evaluate_and_log(Trainer *t) {
     char number[32];
     double start = clock_seconds(), loss = evaluate(t);
-    if (t->grid.rank > 0) return;
+    if (t->grid.rank > 0 || t->stop) return;
     printf("step %6" PRId64 "/%" PRId64 "         | val loss %8.5f | %.1f s\n", t->step, t->cfg->run.steps, loss, clock_seconds() - start);
-    fflush(stdout);
+    console_flush();
     metrics_log(&t->metrics, "{\"event\":\"eval\",\"at_step\":%" PRId64 ",\"val_loss\":%s,\"tokens\":%" PRId64 "}", t->step, json_number(number, sizeof number, loss), t->tokens);
 }
 
@@ -76,11 +85,11 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
     ActSlot *a = &t->acts.slot[0];
     a->mode = FORWARD_LOGITS;
     zero_set_uses(&t->zero, t->eval_uses, t->n_eval_uses);
-    watch_announce(WATCH_SAMPLE, 600);
+    watch_announce(WATCH_SAMPLE, 300);
     int64_t from = max_i64(0, length - T); // the window starts here
     memmove(text, text + from, (size_t)(length - from) * 4);
     length -= from;
-    for (int64_t k = 0; k < n && !(stop_signal && t->grid.world == 1); k++) {
+    for (int64_t k = 0; k < n && !stop_asked(t); k++) {
         if (length > T || (length == T && T > 1)) { // with one position only the newest token stays
             int64_t keep = max_i64(1, T / 2);
             memmove(text, text + length - keep, (size_t)keep * 4);
@@ -120,6 +129,7 @@ static RankState trainer_rank_state(const Trainer *t) {
 static TrainingState trainer_state(const Trainer *t) {
     TrainingState s;
     memset(&s, 0, sizeof s);
+    digest_write(t->cfg, s.config_digest);
     s.step = t->step;
     s.applied_updates = t->opt.applied_updates;
     s.tokens = t->tokens;
@@ -137,7 +147,7 @@ static TrainingState trainer_state(const Trainer *t) {
 
 // Saves; a failure warns and leaves the older checkpoints as they are, unless this is the last chance.
 static void save(Trainer *t, bool last_chance) {
-    watch_announce(WATCH_SAVE, 1800);
+    watch_announce(WATCH_SAVE, seconds_for_bytes(4 * (1 + t->zero.n_states) * table_param_count(&t->model.table)));
     RankState held = trainer_rank_state(t);
     agree_require(&held, t->grid.rank, t->grid.world);
     if (t->cfg->run.replica_check_every > 0) replicas_check(&t->replicas, &t->zero, t->step); // at stage 0; the others' copies are older than the masters now
@@ -151,7 +161,7 @@ static void save(Trainer *t, bool last_chance) {
     else if (last_chance) die(EXIT_IO, "the last checkpoint, of step %" PRId64 ", could not be saved: %s; make room and resume from the checkpoint before it", t->step, r.why);
     else if (t->store->failed_in_a_row >= 3) die(EXIT_IO, "three checkpoints in a row could not be saved, the last one of step %" PRId64 ": %s; make room and resume from the newest one", t->step, r.why);
     else note("the checkpoint of step %" PRId64 " could not be saved: %s; earlier ones are intact, training goes on", t->step, r.why);
-    fflush(stdout);
+    console_flush();
 }
 
 // Loads the checkpoint that the configuration asks for; false when `auto` finds none. Rank 0 reads, all learn.
@@ -168,6 +178,7 @@ static bool trainer_load(Trainer *t) {
     }
     TrainingState s;
     double found = 0;
+    watch_announce(WATCH_LOAD, seconds_for_bytes(4 * (1 + optimizer_n_states(&cfg->optimizer)) * table_param_count(&t->model.table)));
     const char *dir = trainer_load_dir(cfg, room, sizeof room);
     if (access(dir, F_OK) != 0 && (cfg->load_dir[0] || cfg->checkpoint.load_path[0]))
         die_alike(EXIT_CHECKPOINT, "%s = %s: %s; name a folder with checkpoints", cfg->load_dir[0] ? "--load_dir" : "checkpoint.load_path", dir, strerror(errno));
@@ -186,6 +197,9 @@ static bool trainer_load(Trainer *t) {
         die_alike(EXIT_DATA, "train_gpt.data.train: the files are not those that checkpoint %s was trained on; resume with the same files, or --export the model and start a new run with model.init_from", name);
     if (cfg->scheduler.last_batch_iteration != -1)
         die_alike(EXIT_CONFIG, "scheduler.params.last_batch_iteration = %" PRId64 ": a checkpoint was loaded, and it knows where the schedule is; remove the key, or say run.resume=none", cfg->scheduler.last_batch_iteration);
+    char changed[DIGEST_TEXT];
+    if (digest_compare(cfg, s.config_digest, changed) > 0 && !trainer_only_reads(cfg))
+        note("checkpoint %s was trained with %s; from here on this run's settings hold", name, changed);
     if (s.seed != (uint64_t)cfg->run.seed) note("train_gpt.run.seed = %" PRId64 ": the checkpoint was trained with seed %" PRIu64 "; the order of shuffled data changes from here on", cfg->run.seed, s.seed);
     if (cfg->model.init_from[0] && !trainer_only_reads(cfg)) note("train_gpt.model.init_from has no effect: the weights come from checkpoint %s", name);
     if (!cfg->zero.load_from_fp32_weights) zero_masters_from_weights(&t->zero);
@@ -202,6 +216,7 @@ static bool trainer_load(Trainer *t) {
         t->opt.scaler.hysteresis_left = s.scaler_hysteresis_left;
     }
     if (t->grid.rank == 0 && !trainer_only_reads(cfg)) printf("resumed from %s: step %" PRId64 ", %" PRId64 " tokens\n", name, t->step, t->tokens);
+    console_flush();
     return true;
 }
 

@@ -269,6 +269,7 @@ static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, bool
     o->host_sums[SUM_HASH] = agree_hash(state);
     o->host_sums[SUM_HASH_SQUARES] = o->host_sums[SUM_HASH] * o->host_sums[SUM_HASH];
     device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], (SUM_COUNT - SUM_STOP) * sizeof(double), COPY_TO_DEVICE, z->stream);
+    watch_unit(-1);
     comm_all_reduce_double(z->reduce_group, o->sums, SUM_COUNT, COMM_SUM, z->stream);
     update_control(o->control, &o->sums[SUM_SQUARES], &o->sums[SUM_LOSS], o->scaler.scale * z->divisor, o->cfg->gradient_clipping, z->stream);
     device_copy(o->host_sums, o->sums, SUM_COUNT * sizeof(double), COPY_TO_HOST, z->stream);

@@ -153,6 +153,7 @@ static void train(Trainer *t) {
     while (t->step < run->steps && !t->stop) {
         // once in a while: evaluate on the fixed set
         if (t->has_val && due(t->step, run->eval_every)) evaluate_and_log(t);
+        if (t->stop) break; // a signal has cut it short
 
         // the update itself
         StepStats s = train_step(t);
@@ -182,6 +183,7 @@ static void train(Trainer *t) {
     metrics_log(&t->metrics, "{\"event\":\"%s\",\"at_step\":%" PRId64 ",\"tokens\":%" PRId64 ",\"skipped\":%" PRId64 ",\"seconds\":%.3f}", stopped ? "stopped" : "done", t->step, t->tokens, t->opt.skipped, seconds);
     printf("%s: %" PRId64 " updates in %s, %" PRId64 " tokens (%.2f epochs), %" PRId64 " updates skipped; log %s\n", !stopped ? "done" : strcmp(run->resume, "none") == 0 ? "stopped, resume with run.resume=auto" : "stopped, resume with the same command",
            t->step - start_step, duration_text(time, sizeof time, seconds), t->tokens, (double)t->samples / (double)t->train.samples_per_epoch, t->opt.skipped, t->metrics.log_path);
+    console_flush();
 }
 
 #ifndef TESTING

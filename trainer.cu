@@ -135,7 +135,85 @@ static void configurations_agree(const Config *cfg) {
     ranks_agree(config_digest(cfg), "the ranks have different configurations; give all hosts the same file and the same command line (compare the output of --check-config)");
 }
 
-// Connects the ranks' beats. The flight recorder lies in the output folder; runs that only read leave none.
+// ---------------------------------------------------------------------------------------------------------------
+// TrainingState.config_digest: which settings that shape the training a checkpoint was made with, in 64 characters. Numbers stand
+// for themselves, sections as 5 digits of a hash of their lines in the effective table: "1.b64.s1024.o1f3a0..."
+
+enum { DIGEST_TEXT = 512 };
+
+static const struct {
+    char mark;
+    const char *keys; // paths, or beginnings that end in a point, separated by blanks
+    const char *name;
+    bool is_number;
+} digest_parts[] = {
+    {'b', "train_batch_size", "train_batch_size", true},
+    {'s', "train_gpt.run.seq_len", "train_gpt.run.seq_len", true},
+    {'o', "optimizer.", "optimizer", false},
+    {'l', "scheduler. train_gpt.run.lr_schedule train_gpt.run.warmup_steps train_gpt.run.total_steps train_gpt.run.final_lr_frac", "learning-rate schedule", false},
+    {'c', "gradient_clipping", "gradient_clipping", false},
+    {'p', "fp16. bf16.", "precision (fp16, bf16)", false},
+    {'d', "train_gpt.data.shuffle dataloader_drop_last", "order of the data (shuffle, dataloader_drop_last)", false},
+};
+enum { DIGEST_PARTS = sizeof digest_parts / sizeof *digest_parts };
+
+static bool digest_has(const char *keys, const char *path) {
+    for (const char *k = keys; *k; k += strcspn(k, " "), k += *k == ' ') {
+        size_t n = strcspn(k, " ");
+        if (strncmp(path, k, n) == 0 && (path[n] == 0 || k[n - 1] == '.')) return true;
+    }
+    return false;
+}
+
+static void digest_part(const Config *cfg, int part, char text[16]) {
+    char value[6 * CONFIG_PATH_MAX + 16];
+    uint64_t hash = 0;
+    value[0] = 0;
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
+        if (!config_in_table(cfg, i) || !digest_has(digest_parts[part].keys, config_keys[i].path)) continue;
+        config_show_field(cfg, &config_keys[i], value, sizeof value);
+        hash = rng_mix(hash ^ text_hash(config_keys[i].path) ^ rng_mix(text_hash(value)));
+    }
+    if (digest_parts[part].is_number && strlen(value) < 10) snprintf(text, 16, "%s", value);
+    else snprintf(text, 16, "%05x", (unsigned)(hash >> 44));
+}
+
+static void digest_write(const Config *cfg, char digest[65]) {
+    char part[16];
+    int n = snprintf(digest, 65, "1");
+    for (int i = 0; i < DIGEST_PARTS; i++) {
+        digest_part(cfg, i, part);
+        n += snprintf(digest + n, (size_t)(65 - n), ".%c%s", digest_parts[i].mark, part);
+    }
+    CHECK(n < 65, "a digest of %d characters", n);
+}
+
+// What a checkpoint with this digest was trained with, where it is something else: "train_batch_size 64 (now 32), another optimizer".
+// Returns how many parts differ; 0 for a digest of another kind.
+static int digest_compare(const Config *cfg, const char *digest, char text[DIGEST_TEXT]) {
+    int differ = 0, n = 0;
+    text[0] = 0;
+    if (strncmp(digest, "1.", 2) != 0) return 0;
+    for (int i = 0; i < DIGEST_PARTS; i++) {
+        char now[16], mark[3] = {'.', digest_parts[i].mark, 0};
+        const char *then = strstr(digest, mark);
+        if (!then) continue;
+        then += 2;
+        int length = (int)strcspn(then, ".");
+        digest_part(cfg, i, now);
+        if (strlen(now) == (size_t)length && strncmp(now, then, (size_t)length) == 0) continue;
+        const char *comma = differ++ ? ", " : "";
+        if (digest_parts[i].is_number) n += snprintf(text + n, (size_t)(DIGEST_TEXT - n), "%s%s %.*s (now %s)", comma, digest_parts[i].name, length, then, now);
+        else n += snprintf(text + n, (size_t)(DIGEST_TEXT - n), "%sanother %s", comma, digest_parts[i].name);
+    }
+    return differ;
+}
+
+// How long reading or writing so many bytes may go without a sign of progress: a slow disk's 10 MB/s, for what is not cut
+// into pieces (an fsync of all, a checksum before anything is used), and a minute for the rest.
+static double seconds_for_bytes(int64_t bytes) { return 60 + (double)bytes / 10e6; }
+
+// Connects the ranks' beats. The flight recorder will lie in the output folder; runs that only read leave none.
 static void watch_begin(const Config *cfg, CommWorld world) {
     char folder[CONFIG_PATH_MAX + 16];
     snprintf(folder, sizeof folder, "%s/flight", cfg->run.output_dir);
@@ -147,13 +225,12 @@ static void watch_begin(const Config *cfg, CommWorld world) {
     job.one_host = world.local_world == world.world;
     job.flight_dir = trainer_only_reads(cfg) || world.world == 1 ? NULL : folder;
     job.limits = watch_default_limits((double)cfg->zero.timeout);
-    if (job.flight_dir) make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
     WatchAddress address;
     memset(&address, 0, sizeof address);
     watch_prepare(&job, &address);
     comm_host_broadcast(&address, sizeof address, 0);
     watch_start(&address);
-    watch_announce(WATCH_LOAD, 1800); // model, data, checkpoint: their times depend on sizes and disks
+    watch_announce(WATCH_LOAD, 300); // devices, groups, allocations, data; a checkpoint announces its own time
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -245,7 +322,7 @@ static void tell_memory(Trainer *t) {
     printf("memory: at most %.1f MiB a rank allocated, %.1f planned", r.peak / mib, r.planned_total / mib);
     if (r.others >= 0) printf("; others use %.1f of the device", r.others / mib);
     putchar('\n');
-    fflush(stdout);
+    console_flush();
 }
 
 static void trainer_print_start(const Trainer *t) {
@@ -277,7 +354,7 @@ static void trainer_print_start(const Trainer *t) {
                     bytes[MEMORY_WEIGHTS] / mib, bytes[MEMORY_MASTERS] / mib, bytes[MEMORY_GRADIENTS] / mib, bytes[MEMORY_OPTIMIZER_STATES] / mib, bytes[MEMORY_BUFFERS] / mib,
                     bytes[MEMORY_ACTIVATIONS] / mib, bytes[MEMORY_SCRATCH] / mib);
     if (memory.others >= 0) print_table_row("", "beside it others use %.1f of the device: its context, libraries, other programs", memory.others / mib);
-    fflush(stdout);
+    console_flush();
 }
 
 // The units that one pass over the model fetches, appended to use[0..n); returns the new n.
@@ -341,10 +418,23 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
 }
 
 static void trainer_init_weights(Trainer *t) {
+    watch_announce(WATCH_LOAD, seconds_for_bytes(4 * table_param_count(&t->model.table)));
     if (!t->cfg->model.init_from[0]) { zero_init_weights(&t->zero, (uint64_t)t->cfg->run.seed); return; }
     if (t->grid.rank > 0) { zero_serve(&t->zero); return; }
     hf_import(t->cfg->model.init_from, &t->model.c, &t->model.table, trainer_weights_put, &t->zero);
     zero_ask(ASK_DONE, 0, 0);
+}
+
+// Rank 0 keeps the checkpoints, whose folder it locks, and the log.
+static void trainer_open_files(Trainer *t) {
+    const Config *cfg = t->cfg;
+    char room[CONFIG_PATH_MAX + 16];
+    make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
+    t->store = checkpoint_open(trainer_save_dir(cfg, room, sizeof room), false);
+    CheckpointTensors tensors = trainer_tensors(t);
+    checkpoint_space_note(t->store, &tensors, cfg->checkpoint.num_checkpoints_to_keep);
+    metrics_init(&t->metrics, cfg->run.output_dir, cfg->run.steps, cfg->steps_per_print, t->grid.world,
+                 model_flops_per_token(&t->model, cfg->run.seq_len), t->model.dtype);
 }
 
 static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
@@ -359,14 +449,11 @@ static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     t->metrics.log_fd = -1;
     if (reads) return;
     trainer_open_data(t);
-    if (t->grid.rank > 0) return; // rank 0 keeps the log and the checkpoints
-    make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
-    metrics_init(&t->metrics, cfg->run.output_dir, cfg->run.steps, cfg->steps_per_print, t->grid.world,
-                 model_flops_per_token(&t->model, cfg->run.seq_len), t->model.dtype);
-    char room[CONFIG_PATH_MAX + 16];
-    t->store = checkpoint_open(trainer_save_dir(cfg, room, sizeof room), false);
-    CheckpointTensors tensors = trainer_tensors(t);
-    checkpoint_space_note(t->store, &tensors, cfg->checkpoint.num_checkpoints_to_keep);
+    if (t->grid.rank == 0) trainer_open_files(t);
+    double claimed = 1;
+    comm_host_broadcast(&claimed, sizeof claimed, 0); // the folder's lock is ours: another run's recorders are not touched before
+    if (t->grid.world > 1) make_folders(cfg->run.output_dir, "train_gpt.run.output_dir"); // hosts may have folders of their own
+    watch_record();
 }
 
 static void trainer_free(Trainer *t) {

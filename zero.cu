@@ -79,6 +79,7 @@
 #pragma once
 #include "model.cu"
 #include "runtime/comm.h"
+#include "runtime/watch.h"
 #include "runtime/memory.h"
 
 enum { ZERO_STATES_MAX = 2 };
@@ -495,6 +496,7 @@ static bool gather_start(Zero *z, int unit, int64_t distance) {
         b->unit = unit;
         s->param = b->data;
     }
+    watch_unit(unit);
     comm_all_gather(z->gather_group, s->param, s->param_shard, s->shard_numel, z->model->dtype, z->gather_stream);
     event_record(s->gathered, z->gather_stream);
     s->version = z->version;
@@ -572,6 +574,7 @@ static Weights zero_fetch(Zero *z, int unit) {
     int units[2], n = zero_units_of(table, unit, units);
     Weights w;
     memset(&w, 0, sizeof w);
+    watch_tick();
     for (int i = 0; i < n; i++) zero_use(z, units[i]);
     if (z->n_uses) zero_prefetch(z);
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
@@ -678,6 +681,7 @@ static void zero_reduce_bucket(Zero *z) {
     comm_batch_begin();
     for (int i = 0; i < z->n_bucket; i++) {
         UnitState *s = &z->unit[z->bucket[i]];
+        watch_unit(z->bucket[i]);
         if (z->opt.reduce_scatter) comm_reduce_scatter(z->reduce_group, zero_sum_place(z, s), s->wire, s->shard_numel, wire, z->reduce_stream);
         else comm_all_reduce(z->reduce_group, s->wire, s->whole, wire, z->reduce_stream);
     }
@@ -686,6 +690,7 @@ static void zero_reduce_bucket(Zero *z) {
         comm_batch_begin();
         for (int i = 0; i < z->n_bucket; i++) {
             UnitState *s = &z->unit[z->bucket[i]];
+            watch_unit(z->bucket[i]);
             comm_all_gather(z->reduce_group, s->wire, zero_sum_place(z, s), s->shard_numel, wire, z->reduce_stream);
         }
         comm_batch_end();
@@ -743,6 +748,7 @@ static const void *zero_gather_part(Zero *z, const UnitState *s, const void *par
     if (z->gather_group.size == 1 || !zero_shards_updates(z)) return part;
     event_record(z->computed, z->gather_stream);
     stream_wait_event(z->stream, z->computed); // the group's channel is free
+    watch_unit((int)(s - z->unit));
     comm_all_gather(z->gather_group, whole, part, s->shard_numel, type, z->stream);
     event_record(z->computed, z->stream);
     stream_wait_event(z->gather_stream, z->computed);
@@ -835,6 +841,7 @@ static void zero_init_weights(Zero *z, uint64_t seed) {
         int64_t n = param_numel(r), first, last;
         float *values = (float *)host_alloc((size_t)n * 4);
         zero_row_range(z, r, &first, &last);
+        watch_tick();
 #pragma omp parallel for schedule(static)
         for (int64_t k = first; k < last; k++) values[k] = param_initial_value(r, seed, k);
         zero_tensor_write(z, i, STATE_MASTER, values);
@@ -851,6 +858,7 @@ typedef struct {
 } Ask;
 
 static void zero_ask(AskKind kind, int row, int state) {
+    watch_tick();
     Ask a = {(int32_t)kind, (int32_t)row, (int32_t)state};
     comm_host_broadcast(&a, sizeof a, 0);
 }
@@ -871,6 +879,7 @@ static void zero_serve(Zero *z) {
     for (;;) {
         Ask a;
         comm_host_broadcast(&a, sizeof a, 0);
+        watch_tick();
         if (a.ask == ASK_DONE) return;
         int64_t bytes = param_numel(&z->model->table.row[a.row]) * 4;
         float *values = (float *)host_alloc((size_t)bytes);

@@ -108,6 +108,16 @@ static const char *duration_text(char *room, size_t size, double seconds) {
     return room;
 }
 
+// After printing. What a full disk, or a reader that went away, loses of standard output ends no training: it is said once.
+static void console_flush(void) {
+    static bool said;
+    int error = fflush(stdout) != 0 ? errno : 0;
+    if (!error && !ferror(stdout)) return;
+    clearerr(stdout);
+    if (!said) note("standard output: %s: what is printed is lost, training goes on; the step log has every update", error ? strerror(error) : "a write failed");
+    said = true;
+}
+
 static void metrics_step(Metrics *m, const StepStats *s) {
     char a[32], b[32], c[32], d[32], eta[32], phases[160] = "";
     if (s->has_phases)
@@ -130,5 +140,5 @@ static void metrics_step(Metrics *m, const StepStats *s) {
            duration_text(eta, sizeof eta, m->recent_step_ms / 1e3 * (double)(m->steps - s->step - 1)), s->skipped ? " | SKIPPED: overflow" : "");
     if (s->has_phases)
         printf("            wall clock: load %.2f ms, forward %.2f, backward %.2f, update %.2f\n", s->load_ms, s->forward_ms, s->backward_ms, s->update_ms);
-    fflush(stdout);
+    console_flush();
 }

@@ -442,7 +442,7 @@ void watch_prepare(const WatchJob *job, WatchAddress *address) {
 void watch_start(const WatchAddress *address) {
     CHECK(w.stage == STAGE_ARMED && w.peer, "watch_start in stage %d", w.stage);
     w.address = *address;
-    STORE(w.flight, flight_open(w.flight_dir[0] ? w.flight_dir : NULL, w.job.rank, w.job.world, w.address.job, w.host));
+    STORE(w.flight, flight_open(NULL, w.job.rank, w.job.world, w.address.job, w.host));
     int64_t t = now_ns();
     STORE(w.progress_ns, t);
     STORE(w.deadline_ns, t + to_ns(w.job.limits.start_s + (is_hub() ? 0 : 10)));
@@ -450,9 +450,14 @@ void watch_start(const WatchAddress *address) {
     STORE(w.stage, (int32_t)STAGE_JOIN);
     wake();
     while (!LOAD(w.go)) usleep(1000);
-    for (int r = 0; w.flight_dir[0] && r < w.job.world; r++) // everybody's is there, since everybody is
-        if (is_hub() || r == 0) STORE(w.peer[r].left, flight_watch(w.flight_dir, r, w.address.job, w.host));
     STORE(w.progress_ns, now_ns());
+}
+
+void watch_record(void) {
+    if (LOAD(w.stage) != STAGE_JOIN || !w.flight_dir[0]) return;
+    Flight *f = flight_open(w.flight_dir, w.job.rank, w.job.world, w.address.job, w.host);
+    memcpy(f, w.flight, sizeof *f);
+    STORE(w.flight, f); // the old one stays allocated: another thread may be about to write to it
 }
 
 void watch_goodbye(void) {

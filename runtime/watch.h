@@ -15,6 +15,7 @@
 //     watch_arm                        before comm_start: a launcher's rendezvous that never ends is a verdict, too
 //     watch_prepare                    rank 0 fills the address, which the caller then broadcasts
 //     watch_start                      returns when all ranks are connected
+//     watch_record                     when flight_dir is known to be this job's alone
 //     watch_progress, _announce, ...   from the main thread while it works
 //     watch_goodbye                    last of all, after comm_finish
 // One process has one watch, as it has one set of signal handlers and one exit: the state is private to watch.cpp. Before
@@ -64,9 +65,11 @@ WatchLimits watch_default_limits(double ceiling_s);
 void watch_arm(double start_s);
 // Rank 0 opens a port and fills *address; on the others nothing but memory is got ready.
 void watch_prepare(const WatchJob *job, WatchAddress *address);
-// Connects, opens the flight recorder, returns when all are in; leaves naming the missing ranks otherwise. With one rank
-// there is no network: the recorder, the crash handlers and the ceiling remain.
+// Connects, returns when all are in; leaves naming the missing ranks otherwise. With one rank there is no network: the
+// recorder, the crash handlers and the ceiling remain.
 void watch_start(const WatchAddress *address);
+// Until now the flight recorder was in memory; it moves into its file, and what an earlier job left there is kept as rank-R.old.
+void watch_record(void);
 // Before it, when all is saved and freed and only comm_finish is left: watch_announce(WATCH_END, ...).
 // Blocks until the peers know that this end is no accident: the hub until all have said goodbye.
 void watch_goodbye(void);

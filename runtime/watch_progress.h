@@ -47,12 +47,19 @@ static void measure(int64_t time_ns) {
     w.last_call_ns = time_ns;
 }
 
+// Maps what this rank may have to judge others by. After a step, whose collectives nobody finishes before all are there.
+static void look_at_recorders(void) {
+    for (int r = 0; w.flight_dir[0] && r < w.job.world; r++)
+        if (is_hub() || r == 0) STORE(w.peer[r].left, flight_watch(w.flight_dir, r, w.address.job, w.host));
+}
+
 void watch_progress(int64_t step, int micro_batch, WatchPhase phase) {
     if (w.stage == STAGE_OFF) return;
     int64_t t = now_ns();
     measure(t);
     if (step != w.step || !w.in_step) {
         if (w.in_step) {
+            if (w.steps == 0) look_at_recorders();
             double busy = fmax(0, w.step_s - w.waited_s);
             STORE(w.step_us[w.steps % LONG_STEPS], (uint32_t)fmin(1e6 * w.step_s, 4e9));
             STORE(w.busy_us[w.steps % BUSY_STEPS], (uint32_t)fmin(1e6 * busy, 4e9));

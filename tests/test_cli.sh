@@ -375,6 +375,7 @@ row_streams_closed() {
     rm -rf out_dir
     timeout 60 "$binary" -c config.json run.output_dir=out_dir </dev/null >/dev/full 2>err
     equal "exit code with standard output full" $? 0
+    equal "lines that say so" "$(grep -c 'note: standard output: No space left on device: what is printed is lost' err)" 1
     expect "log" grep -q '"done"' out_dir/log.jsonl
 }
 
@@ -479,6 +480,40 @@ row_second_run_is_refused() {
     kill -TERM "$pid"
     wait "$pid"
     equal "exit code of the first" $? 0
+}
+
+# A signal does not wait for the end of an evaluation: what was trained is saved, and the evaluation is left out.
+row_signal_in_evaluation() {
+    local i start
+    for ((i = 0; i < 500; i++)); do cat train.txt; done >val.txt
+    "$binary" -c config.json data.val=val.txt run.eval_every=5 run.eval_batches=1 run.steps=5 >out 2>err </dev/null # its own checkpoint: step 5
+    "$binary" -c config.json data.val=val.txt run.eval_every=5 run.eval_batches=0 run.steps=100000 >out 2>err </dev/null &
+    local pid=$!
+    started+=("$pid")
+    for ((i = 0; i < 500; i++)); do grep -q 'resumed from' out && break; sleep 0.02; done
+    sleep 0.3
+    expect "the evaluation takes its time" kill -0 "$pid"
+    start=$SECONDS
+    kill -TERM "$pid"
+    wait "$pid"
+    equal "exit code" $? 0
+    expect "within 3 s" test $((SECONDS - start)) -le 3
+    equal "updates after the first five" "$(grep -c '"grad_norm"' out_dir/log.jsonl)" 5
+    expect "it says that it stopped" grep -q '"event":"stopped","at_step":5' out_dir/log.jsonl
+    run_expect 0 -c config.json run.steps=6
+    prints "resumed from step-00000005"
+}
+
+# What shapes the training and is not what the checkpoint was made with is said when going on.
+row_settings_changed() {
+    run_expect 0 -c config.json
+    run_expect 0 -c config.json run.steps=14
+    says_not "was trained with"
+    run_expect 0 -c config.json run.steps=16 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4
+    says "checkpoint step-00000014 was trained with train_batch_size 4 (now 8), train_gpt.run.seq_len 32 (now 16), another optimizer; from here on"
+    run_expect 0 -c config.json run.steps=18 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4 gradient_clipping=0.5 data.shuffle=true
+    says "checkpoint step-00000016 was trained with another gradient_clipping, another order of the data (shuffle, dataloader_drop_last); from here on"
+    says_not "train_batch_size"
 }
 
 row_every_checkpoint_broken() {

@@ -517,6 +517,58 @@ link_blinks() { # 2 s at a time
     codes run 0,0,0,0
     lines run 0
 }
+ports_exhausted() { # none is left for the ranks' connections
+    make_hosts || return
+    local n=w$$ taken
+    ip netns exec "${n}a" sh -c 'echo "40000 40001" >/proc/sys/net/ipv4/ip_local_port_range' 2>/dev/null || { skip "the range of ports cannot be set here"; return; }
+    ip netns exec "${n}a" python3 -c '
+import socket, time
+s = []
+for port in (40000, 40001):
+    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "127.0.0.1")):
+        x = socket.socket(family)
+        try: x.bind((host, port)); x.listen()
+        except OSError: pass
+        s.append(x)
+time.sleep(60)' &
+    taken=$!
+    sleep 0.5
+    once run ranks=3 netns="${n}a" steps=10 start=2
+    kill $taken
+    wait $taken 2>/dev/null
+    ip netns exec "${n}a" sh -c 'echo "32768 60999" >/proc/sys/net/ipv4/ip_local_port_range'
+    codes run 75,75,75
+    says run "cannot open a port for the other ranks: Address already in use"
+    says run "net.ipv4.ip_local_port_range"
+}
+no_network() { # not even a loopback: one rank trains, several say why they cannot
+    if ! unshare -n true 2>/dev/null; then skip "no network namespaces here"; return; fi
+    rm -rf run && mkdir run
+    (cd run && unshare -n "$base/ranks" ranks=1 steps=20 flight=flight >out 2>err </dev/null)
+    codes run 0
+    (cd run && unshare -n timeout 20 "$base/ranks" ranks=3 steps=20 start=2 flight=flight >out 2>err </dev/null)
+    codes run 75,75,75
+    expect "the reason: $(grep -a '^error' run/err | head -n 1 | head -c 200)" grep -qE 'loopback|unreachable|cannot reach' run/err
+    if [ -n "$trainer" ]; then
+        (cd run && head -c 20000 "$root/zero.cu" >text.txt && unshare -n timeout 30 "$trainer" train_batch_size=2 model.n_layer=1 model.n_head=2 model.n_embd=32 model.n_positions=32 \
+            data.train=text.txt run.steps=3 run.output_dir=alone >out 2>err </dev/null)
+        equal "exit code of the trainer alone without a network" $? 0
+    fi
+}
+link_loses() { # one packet in twenty
+    make_hosts || return
+    local n=w$$
+    if ip netns exec "${n}b" tc qdisc add dev "${n}vb" root netem loss 5% 2>/dev/null; then
+        once run ranks=6 netns="${n}a,${n}b" steps=2500
+        ip netns exec "${n}b" tc qdisc del dev "${n}vb" root
+    elif command -v iptables >/dev/null && ip netns exec "${n}b" iptables -A INPUT -m statistic --mode random --probability 0.05 -j DROP 2>/dev/null; then
+        once run ranks=6 netns="${n}a,${n}b" steps=2500
+        ip netns exec "${n}b" iptables -F INPUT
+    else skip "neither netem nor iptables' statistic here"; return
+    fi
+    codes run 0,0,0,0,0,0
+    lines run 0
+}
 link_reset() { # a connection is killed in the network
     make_hosts || return
     local n=w$$
@@ -548,14 +600,26 @@ under_mpirun() { # RUN SETTINGS...
     mkdir -- "$run"
     mpirun_times "$run" flight 4 "$base/mpi_ranks" flight=flight "$@"
 }
+# IN_PHASE="SIGNAL:PHASE:WHOM" sends a signal as soon as the recorder of a rank says that it is in that phase: to that rank, to all
+# ranks, or to mpirun (rank 0's phase then).
 mpirun_times() { # RUN RECORDERS RANKS COMMAND...
     local run=$1
     shift
     (cd "$run" && python3 - "$@" >out 2>err <<'PY'
-import os, struct, subprocess, sys, time
+import os, signal, struct, subprocess, sys, time
 folder, ranks, extra = sys.argv[1], int(sys.argv[2]), os.environ.get("MPIRUN_EXTRA", "").split()
+number, phase, whom = (os.environ.get("IN_PHASE") or "::").split(":")
+names = ["start", "load", "data", "forward", "backward", "update", "evaluation", "sampling", "save", "end"]
 p = subprocess.Popen(["mpirun", "-n", sys.argv[2]] + extra + sys.argv[3:], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-pids, gone = {}, {}
+pids, gone, sent = {}, {}, 0
+def send_if_there(): # spins through the phases, some of which are short
+    global sent
+    try: head = open(f"{folder}/rank-{whom if whom.isdigit() else 0}", "rb").read(148)
+    except OSError: return
+    if len(head) < 148 or names[min(9, struct.unpack_from("<I", head, 144)[0])] != phase: return
+    if whom == "all" and len(pids) < ranks: return
+    for pid in [p.pid] if whom == "mpirun" else pids.values() if whom == "all" else [struct.unpack_from("<i", head, 24)[0]]: os.kill(pid, getattr(signal, "SIG" + number))
+    sent = time.time()
 def lives(pid):
     try: return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError: return False
@@ -568,13 +632,23 @@ while p.poll() is None and time.time() < end:
                 if pid: pids[r] = pid
             except (OSError, struct.error): pass
         elif r not in gone and not lives(pids[r]): gone[r] = time.time()
-    time.sleep(0.003)
-if p.poll() is None: p.kill()
+    if phase and not sent:
+        send_if_there()
+        if time.time() > end - 52: break # missed on a busy machine
+    else: time.sleep(0.003)
+if p.poll() is None:
+    p.kill()
+    p.wait()
+    if phase and not sent:
+        print(f"no rank was seen in phase {phase}", file=sys.stderr)
+        for pid in pids.values():
+            if lives(pid): os.kill(pid, signal.SIGKILL)
 now = time.time()
 for r in pids: gone.setdefault(r, now)
 first = min(gone.values(), default=now)
-while any(lives(pid) for pid in pids.values()) and time.time() < now + 1: time.sleep(0.01)
+while any(lives(pid) for pid in pids.values()) and time.time() < now + (3 if whom == "mpirun" else 1): time.sleep(0.01)
 left = sum(lives(pid) for pid in pids.values())
+if whom == "mpirun" and number == "KILL": first, gone[0] = now, time.time()
 print(f"code={p.returncode} gone_ms={1e3 * (max(gone.values(), default=now) - first):.0f} mpirun_ms={1e3 * (now - first):.0f} left={left}")
 PY
     )
@@ -699,6 +773,15 @@ JSON
     rm -rf run/saved/flight
     MPIRUN_EXTRA="-x LD_PRELOAD=$base/fault.so -x WATCH_FAULT=$fault" mpirun_times run saved/flight 3 "$trainer" -c ds.json "$@"
 }
+in_phase() { # SIGNAL PHASE WHOM FAULT OVERRIDES...: until the phase was met
+    local what=$1:$2:$3
+    shift 3
+    for _ in 1 2 3 4 5; do
+        IN_PHASE=$what train "$@" || return 1
+        grep -q 'no rank was seen in phase' run/err || return 0
+    done
+    fail "$what: the phase was never met"
+}
 trainer_ends() { # normally, over and over
     local i
     for i in $(seq $((long ? 50 : 5))); do
@@ -742,6 +825,105 @@ trainer_hangs() {
     mpi_code run 139
     within run 1000
     lines run 1
+}
+
+trainer_dies_in_phase() { # kill -9 of one rank in each phase, of all while they save, and of mpirun; the last state goes on
+    local r=0 phase
+    rm -rf run
+    for phase in data forward backward update evaluation sampling save load; do
+        in_phase KILL $phase $r none run.steps=100000 run.checkpoint_every=2 data.val=text.txt run.eval_every=3 run.eval_batches=2 run.sample_every=3 run.sample_tokens=20 || return
+        mpi_code run 137
+        within run 1000
+        lines run 1
+        says run "error: rank $r on"
+        if [ -n "$problem" ]; then problem="in phase $phase: $problem"; return; fi
+        r=$(((r + 1) % 3))
+    done
+    in_phase KILL save all none run.steps=100000 run.checkpoint_every=2
+    mpi_code run 137
+    in_phase KILL forward mpirun none run.steps=100000 run.checkpoint_every=2
+    mpi_code run -9
+    within run 2000
+    train none run.steps=1
+    mpi_code run 0
+    says run "is reached already"
+}
+trainer_is_signalled() { # one rank, or mpirun, in any phase: all stop after the same update, with a checkpoint of it
+    local r=0 phase
+    for phase in forward update evaluation save load; do
+        [ $phase = load ] || rm -rf run
+        in_phase TERM $phase $r none run.steps=100000 run.checkpoint_every=4 data.val=text.txt run.eval_every=3 run.eval_batches=2 || return
+        mpi_code run 0
+        lines run 0
+        stopped_well
+        if [ -n "$problem" ]; then problem="in phase $phase: $problem"; return; fi
+        r=$(((r + 1) % 3))
+    done
+    rm -rf run
+    train term:1:0 run.steps=100000 # before MPI_Init returns
+    mpi_code run 0
+    stopped_well
+    rm -rf run
+    in_phase USR1 forward mpirun none run.checkpoint_every=0 # save, and go on
+    mpi_code run 0
+    expect "a checkpoint in mid-run" grep -qE '"event":"checkpoint","at_step":([1-9]|[1-5][0-9]),' run/saved/log.jsonl
+    expect "the run goes on to its end" grep -q '"event":"done","at_step":60' run/saved/log.jsonl
+    rm -rf run
+    in_phase USR2 forward mpirun none run.steps=100000 # save, and stop
+    mpi_code run 0
+    stopped_well
+}
+stopped_well() { # the newest checkpoint is of the update after which it stopped
+    local at newest
+    at=$(sed -nE 's/.*"event":"stopped","at_step":([0-9]+),.*/\1/p' run/saved/log.jsonl | tail -n 1)
+    newest=$(find run/saved/checkpoints -maxdepth 1 -name 'step-*' | sed 's/.*step-//' | sort -n | tail -n 1)
+    equal "step of the newest checkpoint" "$((10#${newest:--1}))" "${at:-not stopped}"
+}
+trainer_is_slow() { # one rank sleeps 5 ms in each collective: named, not ended
+    rm -rf run
+    train sleep:1:20:5 zero_optimization.stage=0 run.steps=80 || return
+    mpi_code run 0
+    lines run 0
+    says run "note: rank 1 on"
+    equal "ranks noted as slow" "$(grep -c '^note: rank' run/err)" 1
+}
+trainer_stops_in_save() { # rank 0 for good, in a save: found by the others, and earlier checkpoints are whole
+    rm -rf run
+    in_phase STOP save 0 none run.steps=100000 run.checkpoint_every=2 || return
+    mpi_code run 75
+    says run "error: rank 0 on"
+    says run "has been silent"
+    train none run.steps=1
+    mpi_code run 0
+}
+trainer_in_a_pipe() { # whose reader goes away: mpirun may end the job, but nothing is torn and nobody stays
+    rm -rf run
+    train none run.steps=2 || return
+    local start=$SECONDS
+    (cd run && timeout -k 5 30 mpirun -n 3 "$trainer" -c ds.json run.steps=100000 run.checkpoint_every=3 2>err </dev/null | head -n 1 >out)
+    expect "it ends within 30 s ($((SECONDS - start)))" test $((SECONDS - start)) -lt 30
+    sleep 1.2
+    equal "processes left" "$(pgrep -fc "^$trainer -c ds.json")" 0
+    train none run.steps=1
+    mpi_code run 0
+}
+trainer_second_run() { # on the same folder: refused, and the recorders of the first are left alone
+    rm -rf run
+    train none run.steps=2 || return
+    (cd run && exec mpirun -n 3 "$trainer" -c ds.json run.steps=1000000 >first_out 2>first_err </dev/null) &
+    local job=$! i before first
+    for i in $(seq 200); do grep -qs '"step":1[0-9]' run/saved/log.jsonl && break; sleep 0.05; done
+    before=$(cd run/saved/flight && stat -c '%n %i' rank-*)
+    (cd run && timeout 60 mpirun -n 3 "$trainer" -c ds.json >out 2>err </dev/null)
+    equal "exit code of the second run" $? 2
+    lines run 1
+    says run "is in use by another run (pid"
+    equal "recorders afterwards" "$(cd run/saved/flight && stat -c '%n %i' rank-*)" "$before"
+    expect "the first run lives" kill -0 $job
+    kill -USR2 $job
+    wait $job
+    first=$?
+    equal "exit code of the first run ($(head -c 300 run/first_err))" $first 0
 }
 
 disagreement() { # one rank is told a loss that differs in its last bits: named, and nothing is saved
@@ -796,8 +978,9 @@ fi
 
 for name in normal_ends late_end disturbances slow_rank under_load one_rank \
     kill_any where_it_died stop_each loop_each stuck_otherwise leaves_early crashes own_error crash_at_the_end never_ends full_pipe \
-    missing_rank strangers garbage descriptors recorder bad_recorders no_recorder link_down link_blinks link_reset slow_link \
-    mpi_normal mpi_faults mpi_stop mpi_shim mpi_two_hosts trainer_ends trainer_dies trainer_hangs disagreement replicas; do
+    missing_rank strangers garbage descriptors recorder bad_recorders no_recorder link_down link_blinks link_reset slow_link link_loses ports_exhausted no_network \
+    mpi_normal mpi_faults mpi_stop mpi_shim mpi_two_hosts trainer_ends trainer_dies trainer_hangs trainer_dies_in_phase trainer_is_signalled \
+    trainer_is_slow trainer_stops_in_save trainer_in_a_pipe trainer_second_run disagreement replicas; do
     row "$name"
 done
 echo "$((SECONDS - begin)) s"

@@ -2,7 +2,9 @@
 //
 //     mpirun -x LD_PRELOAD=./watch_fault.so -x WATCH_FAULT=loop:2:300 ...     rank 2, at its 300th collective
 //
-// Actions: kill, stop, loop, exit, segv, abort, sleep (50 ms at every collective from there on: a slow rank), and
+// Actions: kill, stop, loop, exit, segv, abort, and
+//     sleep:2:300:5      5 ms (else 50) at every collective from there on: a slow rank
+//     term:2:0           SIGTERM to rank 2 by itself, before MPI is initialised
 //     flip:2:300:48:8    in the first gather from there on with pieces of 48 bytes (0: of more than 256) that reaches byte 8, the lowest bit of
 //                        that byte of what rank 2 receives is flipped
 // The program needs no hook: MPI's profiling interface lets a library stand before any MPI function and call the real one.
@@ -29,7 +31,7 @@ static void collective(void) {
     if (rank < 0 || PMPI_Initialized(&ready) != MPI_SUCCESS || !ready) return;
     PMPI_Comm_rank(MPI_COMM_WORLD, &self);
     if (self != rank || ++calls < at) return;
-    struct timespec pause = {0, 50000000};
+    struct timespec pause = {0, strcmp(action, "sleep") == 0 && bytes ? bytes * 1000000 : 50000000};
     if (strcmp(action, "sleep") == 0) nanosleep(&pause, NULL);
     if (calls > at) return;
     fprintf(stderr, "fault: %s at collective %d of rank %d\n", action, calls, rank);
@@ -42,6 +44,11 @@ static void collective(void) {
     while (strcmp(action, "loop") == 0) nanosleep(&pause, NULL);
 }
 
+int MPI_Init_thread(int *argc, char ***argv, int required, int *provided) {
+    const char *text = getenv("WATCH_FAULT"), *rank = getenv("OMPI_COMM_WORLD_RANK");
+    if (text && rank && strncmp(text, "term:", 5) == 0 && atoi(text + 5) == atoi(rank)) raise(SIGTERM);
+    return PMPI_Init_thread(argc, argv, required, provided);
+}
 int MPI_Allreduce(const void *in, void *out, int n, MPI_Datatype t, MPI_Op op, MPI_Comm c) {
     collective();
     return PMPI_Allreduce(in, out, n, t, op, c);

@@ -186,6 +186,7 @@ static int run_rank(void) {
     }
     if (at_fault && o.late_ms) sleep_ms(o.late_ms);
     watch_start(&address);
+    watch_record();
     if (shared) __atomic_add_fetch(&shared->started, 1, __ATOMIC_ACQ_REL);
 
     WatchCounter counter = {0, 0}; // as a GPU would write it: a step late
