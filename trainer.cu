@@ -224,6 +224,9 @@ static void watch_begin(const Config *cfg, CommWorld world) {
     job.world = world.world;
     job.one_host = world.local_world == world.world;
     job.flight_dir = trainer_only_reads(cfg) || world.world == 1 ? NULL : folder;
+    // Whoever starts ranks by hand may leave; a launcher's end is the job's.
+    bool launched = getenv("OMPI_COMM_WORLD_SIZE") || getenv("TORCHELASTIC_RUN_ID") || getenv("SLURM_STEP_ID");
+    job.launcher = launched && world.world > 1 && getppid() > 1 ? getppid() : 0;
     job.limits = watch_default_limits((double)cfg->zero.timeout);
     WatchAddress address;
     memset(&address, 0, sizeof address);

@@ -172,6 +172,19 @@ static void verdict_stuck(int64_t stalled_ms, int64_t limit_ms) {
     leave(culprit, EXIT_PEER, text, SAY);
 }
 
+// A launcher that was killed ends nobody: without it a job would train on, unseen, on GPUs that look free to the next one.
+static void judge_launcher(void) {
+    if (!w.job.launcher || getppid() == w.job.launcher) return;
+    char text[LINE_BYTES];
+    Line l = {text, 0, sizeof text};
+    put(&l, "the launcher (pid ");
+    put_int(&l, w.job.launcher);
+    put(&l, " on ");
+    put(&l, w.host);
+    put(&l, ") is gone");
+    leave(-1, EXIT_PEER, text, SAY_ONCE); // all find it out
+}
+
 static void judge(int64_t now) {
     int64_t silent_ns = to_ns(w.job.limits.silent_s + (is_hub() ? 0 : 1));
     for (int r = 0; r < w.job.world; r++) {
@@ -353,6 +366,7 @@ static void *beat_thread(void *) {
             continue;
         }
         if (now >= w.next_beat_ns) {
+            judge_launcher();
             send_beats(now);
             w.next_beat_ns = max_i64(w.next_beat_ns + beat_ns, now);
             if (is_hub()) find_stragglers();

@@ -2,9 +2,10 @@
 //
 // Each rank has one thread that beats: every half second it sends its state (step, phase, counters of collectives) over a
 // TCP connection to rank 0, the hub, and the hub answers with its own. It knows nothing of MPI, NCCL or CUDA, takes no
-// lock and allocates nothing, so nothing that hangs can hang it. Three things end a job:
+// lock and allocates nothing, so nothing that hangs can hang it. Four things end a job:
 //   gone    a connection closes without a goodbye                                         at once
 //   silent  no beat for limits.silent_s (about the hub: one second more)                  stopped, or cut off
+//   alone   the launcher, this rank's parent, is gone                                     half a second
 //   stuck   no rank has made progress for max(progress_floor_s, 10 x the median step, 3 x the longest of the last 50),
 //           or the seconds announced for the phase, or a rank none for ceiling_s          culprit: who is behind
 // The hub judges the others, and the others judge the hub. The first verdict is sent to all, one line goes to stderr, and
@@ -48,6 +49,7 @@ typedef struct {
     int role;               // ranks of one role do the same work and are compared for stragglers (the pipeline stage)
     bool one_host;          // all ranks on this host: the hub listens on loopback only
     const char *flight_dir; // <output_dir>/flight, made if missing; null: the recorder lives in memory only
+    int launcher;           // this process's parent, with whose end the job ends; 0: whoever it is does not matter
     WatchLimits limits;
 } WatchJob;
 

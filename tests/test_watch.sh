@@ -196,6 +196,29 @@ kill_any() { # kill -9 of any rank at any instant
         [ -n "$problem" ] && return
     done
 }
+launcher_dies() { # kill -9 of the parent of all: none trains on
+    spawn run ranks=3 steps=1000000 launcher=1
+    local parent pids i left
+    for i in $(seq 100); do [ "$(find run/flight -name 'rank-?' 2>/dev/null | wc -l)" -eq 3 ] && break; sleep 0.05; done
+    parent=$(pgrep -P "${pid_of[run]}" -x ranks)
+    pids=$(pgrep -P "$parent")
+    equal "ranks" "$(wc -w <<<"$pids")" 3
+    kill -9 "$parent"
+    local start=$EPOCHREALTIME ms
+    for i in $(seq 200); do
+        left=0
+        for p in $pids; do grep -qs '^State:.[^ZX]' "/proc/$p/status" && left=$((left + 1)); done
+        [ $left -eq 0 ] && break
+        sleep 0.02
+    done
+    ms=$(awk -v a="$start" -v b="$EPOCHREALTIME" 'BEGIN { printf "%d", 1e3 * (b - a) }')
+    equal "ranks that are left" "$left" 0
+    if [ "$ms" -gt 1500 ]; then late="gone after $ms ms, promised 1500"; fi
+    times+=("$ms")
+    collect run
+    says run "error: the launcher (pid $parent on"
+    lines run 1
+}
 where_it_died() { # the recorder of the dead rank says where it was
     once run ranks=4 target=2 fault=kill at_step=57
     says run "it was at step 57, micro-batch 0, forward, outside collectives"
@@ -977,7 +1000,7 @@ if command -v mpicxx >/dev/null && command -v mpirun >/dev/null; then
 fi
 
 for name in normal_ends late_end disturbances slow_rank under_load one_rank \
-    kill_any where_it_died stop_each loop_each stuck_otherwise leaves_early crashes own_error crash_at_the_end never_ends full_pipe \
+    kill_any launcher_dies where_it_died stop_each loop_each stuck_otherwise leaves_early crashes own_error crash_at_the_end never_ends full_pipe \
     missing_rank strangers garbage descriptors recorder bad_recorders no_recorder link_down link_blinks link_reset slow_link link_loses ports_exhausted no_network \
     mpi_normal mpi_faults mpi_stop mpi_shim mpi_two_hosts trainer_ends trainer_dies trainer_hangs trainer_dies_in_phase trainer_is_signalled \
     trainer_is_slow trainer_stops_in_save trainer_in_a_pipe trainer_second_run disagreement replicas; do

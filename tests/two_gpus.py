@@ -168,11 +168,11 @@ def fault(folder, base, name, victim, number, text, seconds, action=""):
         if action and "fault:" in told():
             began = time.time()
         elif not action and len(pids) == 2 and len(losses(at)) >= 30:
-            os.kill(pids[victim], number)
+            os.kill(job.pid if victim is None else pids[victim], number)
             began = time.time()
         time.sleep(0.005)
     gone = {}
-    while job.poll() is None and began and time.time() < began + 45:
+    while (job.poll() is None or (victim is None and any(map(lives, pids)))) and began and time.time() < began + 45:
         for pid in pids:
             if pid not in gone and not lives(pid):
                 gone[pid] = time.time()
@@ -189,11 +189,11 @@ def fault(folder, base, name, victim, number, text, seconds, action=""):
         return
     line = next((l.strip() for l in told().splitlines() if l.startswith("error: ")), "")
     last = max(gone.values()) - began if began else -1
-    survivor = gone.get(pids[1 - victim], 0) - began if len(pids) == 2 else -1
+    survivor = gone.get(pids[1 - (victim or 0)], 0) - began if len(pids) == 2 else -1
     wrong = ""
     if not began:
         wrong = f"ended by itself with {job.returncode}: {told()[-600:]}"
-    elif text not in line or f"rank {victim}" not in line:
+    elif victim is not None and (text not in line or f"rank {victim}" not in line): # mpirun takes the ranks' lines with it
         wrong = f"the verdict is: {line[:300]}"
     elif last > seconds:
         wrong = f"gone after {last:.2f} s, promised {seconds}"
@@ -207,6 +207,7 @@ def faults(folder, base):
         return
     for victim in (0, 1):
         fault(folder, base, f"kill -9 of rank {victim}", victim, signal.SIGKILL, "is gone", 1.5)
+    fault(folder, base, "kill -9 of mpirun", None, signal.SIGKILL, "the launcher", 1.5)
     fault(folder, base, "SIGSTOP of rank 1", 1, signal.SIGSTOP, "has been silent", 8)
     fault(folder, base, "SIGSTOP of rank 0", 0, signal.SIGSTOP, "has been silent", 9)
     fault(folder, base, "endless loop of rank 1", 1, 0, "makes no progress", 12, "loop")

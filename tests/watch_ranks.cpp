@@ -35,11 +35,12 @@ typedef struct {
 typedef struct {
     int ranks, steps, work_ms, evaluate_ms;
     const char *flight, *fault, *signal, *netns, *command;
+    int launcher; // whether the parent counts as one
     int target, at_step, after_ms, cont_ms, times, late_ms, late_end_ms, claim, gpu, blink;
     double silent, floor, ceiling, first, start, end;
 } Settings;
 
-static Settings o = {0, 100, 2, 0, NULL, "", "", "", "", -1, 10, 200, 2000, 1, 0, 0, -1, 0, 0, 5, 10, 1800, 300, 60, 60};
+static Settings o = {0, 100, 2, 0, NULL, "", "", "", "", 0, -1, 10, 200, 2000, 1, 0, 0, -1, 0, 0, 5, 10, 1800, 300, 60, 60};
 static Shared *shared;
 static int rank, world;
 
@@ -58,7 +59,7 @@ static void setting(const char *arg) {
     static const struct { const char *name; void *at; char type; } row[] = {
         {"ranks", &o.ranks, 'i'}, {"steps", &o.steps, 'i'}, {"work_ms", &o.work_ms, 'i'}, {"evaluate_ms", &o.evaluate_ms, 'i'}, {"flight", &o.flight, 's'}, {"fault", &o.fault, 's'},
         {"signal", &o.signal, 's'}, {"netns", &o.netns, 's'}, {"command", &o.command, 's'}, {"target", &o.target, 'i'}, {"at_step", &o.at_step, 'i'}, {"after_ms", &o.after_ms, 'i'},
-        {"cont_ms", &o.cont_ms, 'i'}, {"times", &o.times, 'i'}, {"late_ms", &o.late_ms, 'i'}, {"late_end_ms", &o.late_end_ms, 'i'}, {"claim", &o.claim, 'i'}, {"gpu", &o.gpu, 'i'}, {"blink", &o.blink, 'i'}, {"silent", &o.silent, 'd'}, {"floor", &o.floor, 'd'},
+        {"cont_ms", &o.cont_ms, 'i'}, {"times", &o.times, 'i'}, {"late_ms", &o.late_ms, 'i'}, {"late_end_ms", &o.late_end_ms, 'i'}, {"claim", &o.claim, 'i'}, {"launcher", &o.launcher, 'i'}, {"gpu", &o.gpu, 'i'}, {"blink", &o.blink, 'i'}, {"silent", &o.silent, 'd'}, {"floor", &o.floor, 'd'},
         {"ceiling", &o.ceiling, 'd'}, {"first", &o.first, 'd'}, {"start", &o.start, 'd'}, {"end", &o.end, 'd'},
     };
     for (size_t i = 0; i < sizeof row / sizeof row[0]; i++) {
@@ -175,7 +176,7 @@ static int run_rank(void) {
     l.start_s = o.start;
     l.end_s = o.end;
     bool at_fault = rank == o.target;
-    WatchJob job = {at_fault && o.claim >= 0 ? o.claim : rank, world, 0, !o.netns[0], o.flight, l};
+    WatchJob job = {at_fault && o.claim >= 0 ? o.claim : rank, world, 0, !o.netns[0], o.flight, o.launcher ? getppid() : 0, l};
     if (getenv("WATCH_HOSTS")) job.one_host = false;
     WatchAddress address;
     watch_prepare(&job, &address);
