@@ -182,6 +182,26 @@ static void measure(Bench *b, const char *name, void (*run)(Bench *), double per
     fflush(stdout);
 }
 
+// Attention at other sizes: B sequences of T, NH heads of HS.
+static void measure_attention(const Bench *b, int64_t B, int64_t NH, int64_t T, int64_t HS) {
+    Bench at = *b; // with tensors of its own
+    const int64_t C = NH * HS;
+    at.NH = NH;
+    at.qkv = random_tensor(b, b->act, B, T, 3 * C, 0, 1);
+    at.dqkv = random_tensor(b, b->act, B, T, 3 * C, 0, 0.01);
+    at.y = random_tensor(b, b->act, B, T, C, 0, 1);
+    at.narrow = random_tensor(b, b->act, B, T, C, 0, 0.01);
+    at.lse = random_tensor(b, DTYPE_FP32, B, NH, T, 0, 1);
+    const double row = 2 * (double)(B * T * C), flops = 2 * (double)(B * T * C) * (double)T;
+    char name[2][64];
+    snprintf(name[0], sizeof name[0], "attention_forward (%d,%d,%d,%d)", (int)B, (int)NH, (int)T, (int)HS);
+    snprintf(name[1], sizeof name[1], "attention_backward (%d,%d,%d,%d)", (int)B, (int)NH, (int)T, (int)HS);
+    measure(&at, name[0], run_attention_forward, 0, flops, 4 * row);
+    measure(&at, name[1], run_attention_backward, 0, 2.5 * flops, 8 * row);
+    Tensor *const own[] = {&at.qkv, &at.dqkv, &at.y, &at.narrow, &at.lse};
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++) device_free(own[i]->data);
+}
+
 int main(int argc, char **argv) {
     int64_t sizes[5] = {64, 1024, 12, 12, 768}; // B, T, L, NH, C
     for (int i = 1; i < argc; i++) {
@@ -220,6 +240,13 @@ int main(int argc, char **argv) {
         measure(b, "attention_forward, half the heads", run_attention_forward_128, 0, attention, 4 * row);
         measure(b, "attention_backward, half the heads", run_attention_backward_128, 0, 2.5 * attention, 8 * row);
     }
+    printf("-- attention at (B, heads, T, head size)\n");
+    measure_attention(b, 16, 25, 1024, 64);
+    measure_attention(b, 2, 16, 16384, 64);
+    measure_attention(b, 8, 32, 2048, 128);
+    measure_attention(b, 1, 32, 16384, 128);
+    measure_attention(b, 32, 16, 1024, 80);
+    measure_attention(b, 32, 16, 1024, 96);
     printf("-- products (of weights: with the bias gradient)\n");
     measure(b, "qkv forward", run_qkv_forward, L, 3 * block, 0);
     measure(b, "qkv backward input", run_qkv_backward_input, L, 3 * block, 0);

@@ -737,7 +737,9 @@ static const KernelShape attention_shapes[] = {
     {.B = 1, .T = 129, .C = 96, .NH = 1},
     {.B = 1, .T = 65, .C = 128, .NH = 1},
     {.B = 2, .T = 391, .C = 2 * 128, .NH = 2},
-    {.B = 4, .T = 260, .C = 60 * 8, .NH = 60}, // more heads than a GPU has in work at a time
+    {.B = 4, .T = 260, .C = 60 * 8, .NH = 60}, // more heads than a GPU has in work at a time, and more tiles than blocks
+    {.B = 9, .T = 130, .C = 8 * 104, .NH = 8}, // likewise
+    {.B = 1, .T = 577, .C = 64, .NH = 1},      // a first tile of queries that begins before the sequence
     {.B = 3, .T = 40, .C = 3 * 20, .NH = 3, .flags = CPU_ONLY},
     {.B = 1, .T = 257, .C = 3, .NH = 3, .flags = CPU_ONLY},
     {.B = 1, .T = 64, .C = 33, .NH = 1, .flags = CPU_ONLY},

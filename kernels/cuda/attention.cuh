@@ -45,7 +45,8 @@ static inline AttentionShape attention_shape(const char *kernel, Tensor qkv, con
     return s;
 }
 
-// The backward of 16-bit types for compute capability 9.0 (attention_backward_hopper.cu).
+// Compute capability 9.0 has kernels of its own for the 16-bit types (attention_forward_hopper.cu, attention_backward_hopper.cu).
+void attention_forward_hopper(Tensor out, Tensor lse, Tensor qkv, AttentionShape shape, Stream stream);
 void attention_backward_hopper(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, Stream stream);
 
 // Bytes of scratch that it takes on a GPU of `sms` multiprocessors: 8 for each row and head (T rounded up to 128), and the fp32

@@ -4,6 +4,7 @@
 // score so far, the sum of exponentials relative to it and the weighted sum of values; when a larger score comes, the
 // sums are scaled down. At the end out = sum of values / sum, lse = largest + log(sum).
 #include "attention.cuh"
+#include "hopper.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------
 // 16-bit types, tensor cores. A warp has 16 * MT query rows; the next tile of keys and values is copied while this one
@@ -228,6 +229,10 @@ static void attention_forward_plain_launch(Tensor out, Tensor lse, Tensor qkv, A
 void cuda::attention_forward(Tensor out, Tensor lse, Tensor qkv, int NH, Stream stream) {
     const AttentionShape shape = attention_shape("attention_forward", qkv, "out", out, lse, NH);
     if (shape.B == 0 || shape.T == 0) return;
+    if (qkv.dtype != DTYPE_FP32 && hopper_available()) {
+        attention_forward_hopper(out, lse, qkv, shape, stream);
+        return;
+    }
     switch (qkv.dtype) {
     case DTYPE_BF16: attention_forward_launch<__nv_bfloat16>(out, lse, qkv, shape, stream); break;
     case DTYPE_FP16: attention_forward_launch<__half>(out, lse, qkv, shape, stream); break;

@@ -53,7 +53,8 @@ static inline bool hopper_available(void) {
 // Describes a 4-dimensional tensor of 16-bit elements to the copy engine, and the box that one copy moves, in the layout
 // drawn above: box[0] is 64. Sizes and boxes are in elements, fastest dimension first; strides, of dimensions 1 to 3, as
 // well, and the fastest has stride 1. Addresses and strides must be multiples of 16 bytes. What a box has outside the tensor
-// is read as 0 and not written. The map goes to the kernel by value, as a const __grid_constant__ parameter.
+// is read as 0 and not written; a box that is read may start at a negative place, one that is written may not. The map goes
+// to the kernel by value, as a const __grid_constant__ parameter.
 static inline CUtensorMap tensor_map_make(Tensor t, int64_t offset, const int64_t (&size)[4], const int64_t (&stride)[3], const int (&box)[4]) {
     static PFN_cuTensorMapEncodeTiled_v12000 encode = NULL;
     if (encode == NULL) { // from the driver, which nothing else here links against
