@@ -96,7 +96,7 @@ typedef struct {
 typedef struct {
     int64_t stage;
     int64_t timeout; // seconds
-    bool reduce_scatter, overlap_comm, load_from_fp32_weights, gather_16bit_weights_on_model_save, prescale_gradients;
+    bool direct_exchange, reduce_scatter, overlap_comm, load_from_fp32_weights, gather_16bit_weights_on_model_save, prescale_gradients;
     double gradient_predivide_factor;
     bool gradient_allreduce_op;    // sum instead of mean
     DType communication_data_type, grad_accum_dtype; // in which gradients travel, and are summed; the latter's section is data_types

@@ -434,6 +434,7 @@ static const ConfigKey config_keys[] = {
     USE("train_gpt.run.replica_check_every", KEY_INT, run.replica_check_every, "0", "0..", 0, "updates between comparisons of the ranks' copies of the weights; 0 = never"),
     USE("train_gpt.run.resume", KEY_TEXT, run.resume, "auto", "", WORD_AUTO, "auto (the newest checkpoint, if there is one), none, or a tag"),
     USE("train_gpt.run.deterministic", KEY_BOOL, run.deterministic, "true", "", 0, "equal runs give equal bits"),
+    USE("train_gpt.run.direct_exchange", KEY_BOOL, zero.direct_exchange, "true", "", 0, "ranks of one host exchange weights and gradients through each other's memory, on GPUs by the copy engines"),
     USE("train_gpt.run.lr_schedule", KEY_CHOICE, scheduler.lr_schedule, "constant", "constant|cosine", 0, "for files without scheduler: lr x (step + 1) / warmup_steps, then a cosine to final_lr_frac"),
     USE("train_gpt.run.warmup_steps", KEY_INT, scheduler.warmup_steps, "0", "0..", 0, "cosine: updates of the ramp"),
     USE("train_gpt.run.total_steps", KEY_INT, scheduler.total_steps, "", "1..", 0, "cosine: update at which the end is reached; default run.steps"),

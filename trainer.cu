@@ -397,14 +397,14 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     CHECK(grid.zero_size == grid.world, "a grid of %d ranks, of which %d share the weights", grid.world, grid.zero_size);
     int *ranks = (int *)host_alloc(sizeof(int) * (size_t)grid.world);
     for (int r = 0; r < grid.zero_size; r++) ranks[r] = grid.first_rank + r; // data parallelism is the only axis: everybody shares the weights
-    t->gather_group = comm_group_create(ranks, grid.zero_size);
-    t->reduce_group = comm_group_create(ranks, grid.zero_size);
+    t->gather_group = comm_group_create(ranks, grid.zero_size, cfg->zero.direct_exchange);
+    t->reduce_group = comm_group_create(ranks, grid.zero_size, cfg->zero.direct_exchange);
     free(ranks);
     t->stream = stream_create();
     matmul_search(cfg->run.matmul_search);
     model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, t->stream);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
-    t->planned = plan_memory(cfg, &t->model, grid, B, with_backward);
+    t->planned = plan_memory(cfg, &t->model, grid, t->reduce_group.direct, B, with_backward);
     memory_must_fit(t);
     zero_init(&t->zero, &t->model, zero_options(&cfg->zero), t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
     trainer_list_uses(t);

@@ -57,6 +57,11 @@
 // void. Gathers and reductions run on streams of their own, next to the computation. The host waits once an update, for the sums
 // that decide it (optimizer.cu).
 //
+// Where the ranks reach each other's memory (direct_exchange: the GPUs of one host) a sum over them is an exchange, by which each
+// gets all ranks' parts of its own shard, and one kernel that adds these in the order of the ranks; what moves, moves by copy
+// engine. A reduction that NCCL does by kernels holds processors that products were cut to fill, and hiding it behind them costs
+// more than it takes alone. Between hosts the library reduces: it knows which of them are near.
+//
 // Invariants:
 //  1. A unit IN_USE is never evicted; uses nest (the head uses the embedding's table when they are tied).
 //  2. Every rank starts the same gathers and reductions in the same order: the decisions depend on the list, the cursor
@@ -127,6 +132,7 @@ typedef struct {
     int64_t reduce_bucket_size, allgather_bucket_size, prefetch_bucket_size, max_live_parameters, max_reuse_distance; // elements
     int64_t param_persistence_threshold, model_persistence_threshold; // elements, the second over all ranks
     bool overlap_comm, reduce_scatter;
+    bool direct_exchange;          // wanted; whether it is done, layout_direct says
     DType communication_data_type; // in which gradients travel
     DType grad_accum_dtype;        // of the shards in which they are summed from stage 2 on
     bool prescale_gradients, gradient_allreduce_op; // the second: sum instead of mean
@@ -146,6 +152,7 @@ static ZeroOptions zero_options(const ZeroConfig *c) {
     o.model_persistence_threshold = c->model_persistence_threshold;
     o.overlap_comm = c->overlap_comm;
     o.reduce_scatter = c->reduce_scatter;
+    o.direct_exchange = c->direct_exchange;
     o.communication_data_type = c->communication_data_type;
     o.grad_accum_dtype = c->grad_accum_dtype;
     o.prescale_gradients = c->prescale_gradients;
@@ -178,6 +185,7 @@ typedef struct {
     int64_t param_buffer_bytes, grad_buffer_bytes; // of each buffer in the pools: any block fits
     int64_t bucket_limit;       // elements
     int64_t wire_bytes;         // a bucket in a communication_data_type of 16 bits
+    int64_t parts_bytes;        // with direct exchange, what all ranks have for this one
     int64_t staging_numel;      // fp32, of the largest unit
     MemoryUse bytes;            // all of it, by kind
 } ZeroLayout;
@@ -207,6 +215,7 @@ typedef struct {
     int *bucket;
     int n_bucket;
     int64_t bucket_numel, bucket_limit;
+    void *parts;           // (ZeroLayout.parts_bytes) where, with direct exchange, the parts of a unit's gradient arrive
     float *staging;        // (ZeroLayout.staging_numel) for tensors on their way out
     char *wire;            // (ZeroLayout.wire_bytes) the gradients of a bucket, rounded for their way; null where they travel in fp32
     ZeroLayout layout;
@@ -239,6 +248,12 @@ static Tensor zero_grad_part(const Zero *z, int unit, int64_t from, int64_t n) {
 
 // fp32, or what bf16 weights lack of it.
 static DType master_dtype(const Model *m) { return m->dtype == DTYPE_BF16 ? DTYPE_REMAINDER : DTYPE_FP32; }
+
+// Are gradients exchanged as parts and added by the ranks themselves, instead of by the library's reductions?
+static bool layout_direct(const ZeroLayout *l) { return l->ranks > 1 && l->opt.direct_exchange && l->opt.reduce_scatter; }
+
+// Tensors leave between updates, when no parts arrive: they may use the same memory.
+static bool layout_staging_in_parts(const ZeroLayout *l) { return l->parts_bytes > 0 && l->parts_bytes >= l->staging_numel * 4; }
 
 // `kept`: elements of the blocks before this one that stay whole.
 static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int64_t kept) {
@@ -282,6 +297,7 @@ static void layout_pools(ZeroLayout *l, const Model *m) {
     l->n_param_pool = (int)min_i64(n_turns, max_i64(2, l->opt.max_live_parameters / block));
     if (layout_shards_updates(l) && (l->ranks > 1 || layout_shards_grads(l))) l->staging_numel = largest;
     if (!l->with_gradients) return;
+    if (layout_direct(l)) l->parts_bytes = largest * dtype_bytes(layout_wire(l));
     if (layout_wire(l) != DTYPE_FP32) l->wire_bytes = max_i64(l->bucket_limit, largest) * dtype_bytes(layout_wire(l));
     if (!layout_shards_grads(l)) return;
     // A bucket of blocks that waits, and one more to write meanwhile.
@@ -313,20 +329,21 @@ static ZeroLayout zero_layout(const Model *m, ZeroOptions opt, int ranks, int ra
         bytes[MEMORY_GRADIENTS] += u->grad_shard_bytes ? u->grad_shard_bytes : u->grad_bytes;
         bytes[MEMORY_BUFFERS] += (u->param_shard_bytes ? u->param_bytes : 0) + (u->grad_shard_bytes ? u->grad_bytes : 0);
     }
-    bytes[MEMORY_BUFFERS] += l.n_param_pool * l.param_buffer_bytes + l.n_grad_pool * l.grad_buffer_bytes + l.wire_bytes + l.staging_numel * 4;
+    bytes[MEMORY_BUFFERS] += l.n_param_pool * l.param_buffer_bytes + l.n_grad_pool * l.grad_buffer_bytes + l.wire_bytes + l.parts_bytes + (layout_staging_in_parts(&l) ? 0 : l.staging_numel * 4);
     return l;
 }
 
 static void zero_layout_free(ZeroLayout *l) { free(l->unit); }
 
 // Zeros (invariant 8), or null for no bytes.
-static void *zero_alloc(Zero *z, int64_t bytes, MemoryKind kind) {
+static void *zero_alloc_for(Zero *z, const Group *g, int64_t bytes, MemoryKind kind) {
     if (bytes == 0) return NULL;
-    void *p = device_malloc(bytes);
+    void *p = g ? comm_malloc(*g, bytes) : device_malloc(bytes);
     device_memset(p, 0, bytes, z->stream);
     z->allocated.bytes[kind] += bytes;
     return p;
 }
+static void *zero_alloc(Zero *z, int64_t bytes, MemoryKind kind) { return zero_alloc_for(z, NULL, bytes, kind); }
 
 static void zero_init_unit(Zero *z, int u) {
     UnitState *s = &z->unit[u];
@@ -342,12 +359,12 @@ static void zero_init_unit(Zero *z, int u) {
     s->gathered = event_create();
     s->released = event_create();
     s->reduced = event_create();
-    s->param = zero_alloc(z, l->param_bytes, l->param_shard_bytes ? MEMORY_BUFFERS : MEMORY_WEIGHTS);
-    s->param_shard = l->param_shard_bytes ? zero_alloc(z, l->param_shard_bytes, MEMORY_WEIGHTS) : (char *)s->param + s->shard_numel * rank * element;
+    s->param = zero_alloc_for(z, &z->gather_group, l->param_bytes, l->param_shard_bytes ? MEMORY_BUFFERS : MEMORY_WEIGHTS);
+    s->param_shard = l->param_shard_bytes ? zero_alloc_for(z, &z->gather_group, l->param_shard_bytes, MEMORY_WEIGHTS) : (char *)s->param + s->shard_numel * rank * element;
     s->master = zero_alloc(z, l->master_bytes, MEMORY_MASTERS);
     if (!s->master) s->master = (l->param_shard_bytes ? s->param_shard : (char *)s->param + s->update_first * element);
     for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)zero_alloc(z, l->state_bytes, MEMORY_OPTIMIZER_STATES);
-    s->grad = (float *)zero_alloc(z, l->grad_bytes, l->grad_shard_bytes ? MEMORY_BUFFERS : MEMORY_GRADIENTS);
+    s->grad = (float *)zero_alloc_for(z, &z->reduce_group, l->grad_bytes, l->grad_shard_bytes ? MEMORY_BUFFERS : MEMORY_GRADIENTS);
     s->grad_shard = zero_alloc(z, l->grad_shard_bytes, MEMORY_GRADIENTS);
     if (s->grad && !s->grad_shard) s->grad_shard = s->grad + s->shard_numel * rank;
 }
@@ -359,18 +376,19 @@ static void zero_init_pools(Zero *z) {
     z->n_param_pool = l->n_param_pool;
     z->param_pool = (ParamBuffer *)host_alloc(sizeof(ParamBuffer) * (size_t)z->n_param_pool);
     for (int i = 0; i < z->n_param_pool; i++) {
-        z->param_pool[i].data = zero_alloc(z, l->param_buffer_bytes, MEMORY_BUFFERS);
+        z->param_pool[i].data = zero_alloc_for(z, &z->gather_group, l->param_buffer_bytes, MEMORY_BUFFERS);
         z->param_pool[i].unit = -1;
     }
     z->n_grad_pool = l->n_grad_pool;
     z->grad_pool = (GradBuffer *)host_alloc(sizeof(GradBuffer) * (size_t)z->n_grad_pool);
     for (int i = 0; i < z->n_grad_pool; i++) {
-        z->grad_pool[i].data = (float *)zero_alloc(z, l->grad_buffer_bytes, MEMORY_BUFFERS);
+        z->grad_pool[i].data = (float *)zero_alloc_for(z, &z->reduce_group, l->grad_buffer_bytes, MEMORY_BUFFERS);
         z->grad_pool[i].reduced = event_create();
         event_record(z->grad_pool[i].reduced, z->reduce_stream);
     }
-    z->wire = (char *)zero_alloc(z, l->wire_bytes, MEMORY_BUFFERS);
-    z->staging = (float *)zero_alloc(z, l->staging_numel * 4, MEMORY_BUFFERS); // now: a save must not be the first to find no memory
+    z->wire = (char *)zero_alloc_for(z, &z->reduce_group, l->wire_bytes, MEMORY_BUFFERS);
+    z->parts = zero_alloc_for(z, &z->reduce_group, l->parts_bytes, MEMORY_BUFFERS);
+    z->staging = (float *)(layout_staging_in_parts(l) ? z->parts : zero_alloc(z, l->staging_numel * 4, MEMORY_BUFFERS)); // now: a save must not be the first to find no memory
 }
 
 // gather_group and reduce_group hold the same ranks. n_states: of the optimizer, 0 without gradients.
@@ -378,6 +396,7 @@ static void zero_init(Zero *z, const Model *m, ZeroOptions opt, Group gather_gro
     memset(z, 0, sizeof *z);
     CHECK(n_states <= ZERO_STATES_MAX, "%d optimizer states", n_states);
     CHECK(gather_group.size == reduce_group.size && gather_group.rank == reduce_group.rank, "groups of %d and %d ranks", gather_group.size, reduce_group.size);
+    opt.direct_exchange = opt.direct_exchange && reduce_group.direct;
     z->opt = opt;
     z->gather_group = gather_group;
     z->reduce_group = reduce_group;
@@ -405,22 +424,23 @@ static void zero_free(Zero *z) {
     for (int u = 0; u < z->model->table.n_units; u++) {
         UnitState *s = &z->unit[u];
         if (z->model->dtype != DTYPE_FP32) device_free(s->master);
-        if (zero_shards_params(z)) device_free(s->param_shard);
-        if (s->dedicated) device_free(s->param);
+        if (zero_shards_params(z)) comm_free(z->gather_group, s->param_shard);
+        if (s->dedicated) comm_free(z->gather_group, s->param);
         if (zero_shards_grads(z)) device_free(s->grad_shard);
-        if (s->grad_buffer < 0) device_free(s->grad);
+        if (s->grad_buffer < 0) comm_free(z->reduce_group, s->grad);
         for (int i = 0; i < z->n_states; i++) device_free(s->state[i]);
         event_destroy(s->gathered);
         event_destroy(s->released);
         event_destroy(s->reduced);
     }
-    for (int i = 0; i < z->n_param_pool; i++) device_free(z->param_pool[i].data);
+    for (int i = 0; i < z->n_param_pool; i++) comm_free(z->gather_group, z->param_pool[i].data);
     for (int i = 0; i < z->n_grad_pool; i++) {
-        device_free(z->grad_pool[i].data);
+        comm_free(z->reduce_group, z->grad_pool[i].data);
         event_destroy(z->grad_pool[i].reduced);
     }
-    device_free(z->wire);
-    device_free(z->staging);
+    comm_free(z->reduce_group, z->wire);
+    comm_free(z->reduce_group, z->parts);
+    if (!layout_staging_in_parts(&z->layout)) device_free(z->staging);
     if (z->opt.overlap_comm) {
         stream_destroy(z->gather_stream);
         stream_destroy(z->reduce_stream);
@@ -654,6 +674,7 @@ static void zero_take_sum(Zero *z, UnitState *s) {
     Tensor sum = tensor1(zero_sum_place(z, s), wire, s->shard_numel), shard = tensor1(s->grad_shard, zero_shard_dtype(z), s->shard_numel);
     if (z->opt.stage == 0) { // the shard is the whole
         if (wire != DTYPE_FP32) convert(tensor1(s->grad, DTYPE_FP32, s->whole), tensor1(s->wire, wire, s->whole), z->reduce_stream);
+    } else if (layout_direct(&z->layout)) { // zero_exchange has done it
     } else if (zero_sum_adds(z, s)) add_inplace(shard, sum, z->reduce_stream);
     else if (sum.data != shard.data) convert(shard, sum, z->reduce_stream);
     s->shard_written = true;
@@ -662,6 +683,16 @@ static void zero_take_sum(Zero *z, UnitState *s) {
     event_record(z->grad_pool[s->grad_buffer].reduced, z->reduce_stream);
     s->grad_buffer = -1;
     s->grad = NULL;
+}
+
+// The ranks' parts of this rank's shard arrive by copy engine and are added here, in the order of the ranks.
+static void zero_exchange(Zero *z, UnitState *s) {
+    DType wire = layout_wire(&z->layout);
+    bool into_shard = z->opt.stage > 0; // stage 0 gathers the sums in what travels
+    Tensor parts = tensor2(z->parts, wire, z->reduce_group.size, s->shard_numel);
+    Tensor sum = into_shard ? tensor1(s->grad_shard, zero_shard_dtype(z), s->shard_numel) : tensor1(zero_sum_place(z, s), wire, s->shard_numel);
+    comm_all_to_all(z->reduce_group, z->parts, s->wire, s->shard_numel, wire, z->reduce_stream);
+    sum_parts(sum, parts, into_shard && zero_sum_adds(z, s), z->reduce_stream);
 }
 
 // Sums the gradients of the bucket over the ranks and puts the sums into their shards, on the reduce stream.
@@ -678,22 +709,25 @@ static void zero_reduce_bucket(Zero *z) {
         convert(tensor1(s->wire, wire, s->whole), tensor1(s->grad, DTYPE_FP32, s->whole), z->reduce_stream);
         at += s->whole * dtype_bytes(wire);
     }
-    comm_batch_begin();
+    // What the copy engines do gains nothing from starting together.
+    bool direct = layout_direct(&z->layout);
+    if (!direct) comm_batch_begin();
     for (int i = 0; i < z->n_bucket; i++) {
         UnitState *s = &z->unit[z->bucket[i]];
         watch_unit(z->bucket[i]);
-        if (z->opt.reduce_scatter) comm_reduce_scatter(z->reduce_group, zero_sum_place(z, s), s->wire, s->shard_numel, wire, z->reduce_stream);
+        if (direct) zero_exchange(z, s);
+        else if (z->opt.reduce_scatter) comm_reduce_scatter(z->reduce_group, zero_sum_place(z, s), s->wire, s->shard_numel, wire, z->reduce_stream);
         else comm_all_reduce(z->reduce_group, s->wire, s->whole, wire, z->reduce_stream);
     }
-    comm_batch_end();
+    if (!direct) comm_batch_end();
     if (z->opt.stage == 0 && z->opt.reduce_scatter) { // every rank updates everything
-        comm_batch_begin();
+        if (!direct) comm_batch_begin();
         for (int i = 0; i < z->n_bucket; i++) {
             UnitState *s = &z->unit[z->bucket[i]];
             watch_unit(z->bucket[i]);
             comm_all_gather(z->reduce_group, s->wire, zero_sum_place(z, s), s->shard_numel, wire, z->reduce_stream);
         }
-        comm_batch_end();
+        if (!direct) comm_batch_end();
     }
     for (int i = 0; i < z->n_bucket; i++) zero_take_sum(z, &z->unit[z->bucket[i]]);
     z->n_bucket = 0;

@@ -88,6 +88,10 @@ void convert(Tensor dst, Tensor src, Stream stream);
 // y[i] += x[i], added in fp32 and rounded once to y's dtype. Any pair of dtypes.
 void add_inplace(Tensor y, Tensor x, Stream stream);
 
+// y[i] (+)= sum of parts[p,i] over p, taken in fp32 in the order of p and rounded to parts' dtype. parts f32, bf16 or fp16 (P,n);
+// y f32 or bf16 (n).
+void sum_parts(Tensor y, Tensor parts, bool accumulate, Stream stream);
+
 // t[i] = value.
 void fill(Tensor t, float value, Stream stream);
 

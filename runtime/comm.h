@@ -34,15 +34,26 @@ void comm_set_timeout(double seconds);
 
 // The ranks of `rank[0..n)` (of the world, ascending), of which this one is a member. All ranks of the world make the same
 // calls in the same order; a rank that is no member passes n = 0 and gets an empty group. One call may make several groups
-// that have no rank in common. Call after device_init.
-Group comm_group_create(const int *rank, int n);
+// that have no rank in common. direct: exchange through each other's memory is wanted, and Group.direct says whether it is to
+// be had. Call after device_init.
+Group comm_group_create(const int *rank, int n, bool direct);
 void comm_group_free(Group *g);
+
+// Memory for what a group's collectives read and write: every rank of the group makes the same calls with the same sizes. In
+// a direct group of GPUs, collectives that only move data, from such memory to such memory at the same place on each rank,
+// are done by the GPUs' copy engines: they take no processor from the computation. Contents undefined; 256-byte aligned.
+void *comm_malloc(Group g, int64_t bytes);
+void comm_free(Group g, void *p); // before comm_group_free
 
 // full[r*n .. (r+1)*n) = shard of rank r, n elements each. shard may be this rank's part of full.
 void comm_all_gather(Group g, void *full, const void *shard, int64_t n, DType t, Stream s);
 
 // shard = sum over ranks of their full[rank*n .. (rank+1)*n). shard may be this rank's part of full; the rest of full stays.
 void comm_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, Stream s);
+
+// parts[r*n .. (r+1)*n) = full[rank*n .. (rank+1)*n) of rank r, n elements each: what each rank has for this one. With the sum
+// of the parts it is a reduce_scatter, of which all but the sum moves without a processor. parts and full are apart.
+void comm_all_to_all(Group g, void *parts, const void *full, int64_t n, DType t, Stream s);
 
 // x = sum over ranks of their x, in place, n elements; doubles for the second.
 void comm_all_reduce(Group g, void *x, int64_t n, DType t, Stream s);

@@ -129,8 +129,9 @@ void comm_finish(void) {
 
 void comm_set_timeout(double seconds) { timeout_s = seconds; }
 
-Group comm_group_create(const int *rank, int n) {
-    Group g = {n, 0, -1}; // a group of one needs no channel
+Group comm_group_create(const int *rank, int n, bool direct) {
+    Group g = {n, 0, -1, false}; // a group of one needs no channel
+    g.direct = direct && n > 1 && comm_world.local_world == comm_world.world; // as the GPUs of one host are
     const int tag = ++groups_made & 0x7fff;
     for (int i = 0; i < n; i++) {
         CHECK(rank[i] >= 0 && rank[i] < comm_world.world && (i == 0 || rank[i] > rank[i - 1]), "rank %d at place %d of a group", rank[i], i);
@@ -159,6 +160,9 @@ void comm_group_free(Group *g) {
     }
     g->size = 0;
 }
+
+void *comm_malloc(Group, int64_t bytes) { return device_malloc(bytes); }
+void comm_free(Group, void *p) { device_free(p); }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Elements and their sums
@@ -212,7 +216,7 @@ static void add_pieces(char *result, const char *pieces, int ranks, int64_t n, E
 // ---------------------------------------------------------------------------------------------------------------
 // A collective from its start to its end
 
-typedef enum { KIND_ALL_GATHER, KIND_REDUCE_SCATTER, KIND_ALL_REDUCE, KIND_BROADCAST } Kind;
+typedef enum { KIND_ALL_GATHER, KIND_REDUCE_SCATTER, KIND_ALL_TO_ALL, KIND_ALL_REDUCE, KIND_BROADCAST } Kind;
 
 typedef struct Collective {
     DeviceWork work;          // first: streams hold this
@@ -242,11 +246,13 @@ typedef struct Collective {
 static Collective *in_flight; // started and not arrived, oldest first
 
 static const char *kind_name(Kind k) {
-    return k == KIND_ALL_GATHER ? "all_gather" : k == KIND_REDUCE_SCATTER ? "reduce_scatter" : k == KIND_ALL_REDUCE ? "all_reduce" : "broadcast";
+    static const char *const name[] = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"};
+    return name[k];
 }
 
 static WatchOp watch_op(Kind k) {
-    return k == KIND_ALL_GATHER ? WATCH_ALL_GATHER : k == KIND_REDUCE_SCATTER ? WATCH_REDUCE_SCATTER : k == KIND_ALL_REDUCE ? WATCH_ALL_REDUCE : WATCH_BROADCAST;
+    static const WatchOp op[] = {WATCH_ALL_GATHER, WATCH_REDUCE_SCATTER, WATCH_ALL_TO_ALL, WATCH_ALL_REDUCE, WATCH_BROADCAST};
+    return op[k];
 }
 
 static char *own_memory(Collective *c, int64_t bytes) { // contents undefined: zeroing it would take as long as the exchange
@@ -292,7 +298,7 @@ static void collective_start(Collective *c) {
     const int count = piece_count(c, &type);
     if (c->kind == KIND_BROADCAST)
         MPI_TRY(MPI_Ibcast(c->group.rank == c->root ? c->sent : c->received, count, type, c->root, channel->comm, &c->request));
-    else if (c->kind == KIND_REDUCE_SCATTER || c->two_halves)
+    else if (c->kind == KIND_REDUCE_SCATTER || c->kind == KIND_ALL_TO_ALL || c->two_halves)
         MPI_TRY(MPI_Ialltoall(c->sent, count, type, c->received, count, type, channel->comm, &c->request));
     else gather_start(c, channel->comm);
     c->watched = watch_collective_enter(channel->watch, watch_op(c->kind), c->bytes); // now: a rank that hangs in the call above has not entered
@@ -468,6 +474,20 @@ void comm_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, S
     collective_enqueue(c, s);
 }
 
+void comm_all_to_all(Group g, void *parts, const void *full, int64_t n, DType t, Stream s) {
+    const int64_t bytes = g.size * n * dtype_bytes(t);
+    if (n == 0) return;
+    CHECK((char *)parts + bytes <= (const char *)full || (char *)parts >= (const char *)full + bytes, "all_to_all: the parts lie across the whole");
+    if (g.size == 1) {
+        device_copy(parts, full, bytes, COPY_ON_DEVICE, s);
+        return;
+    }
+    Collective *c = collective_new(KIND_ALL_TO_ALL, g, (Element)t, n);
+    collective_give(c, device_cpu_address(full), bytes);
+    collective_take(c, device_cpu_address(parts), bytes);
+    collective_enqueue(c, s);
+}
+
 static void all_reduce(Group g, void *x, int64_t n, Element e, CommOp op, Stream s) {
     if (n == 0 || g.size == 1) return;
     const int64_t bytes = n * element_bytes(e);
@@ -502,7 +522,7 @@ void comm_batch_begin(void) {}
 void comm_batch_end(void) {}
 
 static Group host_group(void) {
-    Group g = {comm_world.world, comm_world.rank, 0};
+    Group g = {comm_world.world, comm_world.rank, 0, false};
     return g;
 }
 

@@ -11,6 +11,11 @@
 // The watch (watch.h) learns what the GPU does from the GPU: around each collective the stream writes its number into
 // pinned memory, which the beat thread reads. A thread that asked the driver could block behind the very call that hangs.
 //
+// Ranks of one host exchange weights and gradients by their GPUs' copy engines (NCCL 2.28: memory registered as a symmetric
+// window, CTA policy "zero"), because NCCL's kernels take processors away from products that were cut for all of them: on two
+// H200 a reduction hidden behind the backward pass of GPT-2 1558M cost 1.6 times its own duration. NCCL sets the engines up in
+// calls that a non-blocking communicator refuses (seen in 2.28.3), so such groups block; the watch ends what hangs in them.
+//
 // NCCL adds 16-bit types in fp32 and rounds at every hop, so with more than two ranks more than once. Its order of
 // addition depends on the sizes and on the GPUs' connections, but is the same in every call and every run.
 #include "rendezvous.h"
@@ -28,18 +33,37 @@
 #ifndef GROUP_SECONDS
 #define GROUP_SECONDS 120
 #endif
+enum { WINDOW_BYTES = 2 << 20 }; // windows take whole pages
+// Copy engines came with this version of NCCL.
+#define COPY_ENGINES_SINCE 22803
+#if NCCL_VERSION_CODE < COPY_ENGINES_SINCE
+typedef void *ncclWindow_t;
+static ncclResult_t ncclMemAlloc(void **, size_t) { return ncclInvalidUsage; }
+static ncclResult_t ncclMemFree(void *) { return ncclInvalidUsage; }
+#endif
 enum { CHANNELS_MAX = 64, FINISH_SECONDS = 10, HELPER_MS = 250 };
 
 typedef struct {
     ncclComm_t comm; // null: free
     int size, rank;  // of the group
     bool in_batch;   // has a part in the batch being collected
+    bool direct;     // Group.direct
     int watch;       // its number in watch.h
     uint64_t number; // of the last collective, as watch.h counts
     Stream stream;   // of the last collective
 } Channel;
 
+// Memory of comm_malloc that is registered with a communicator.
+typedef struct {
+    void *data; // null: free
+    int64_t bytes;
+    int channel;
+    ncclWindow_t handle;
+} Window;
+
 static Star star;
+static Window *windows;
+static int n_windows;
 static Channel channels[CHANNELS_MAX]; // channel 0 stays free: it is what groups of one rank carry
 static bool batch;
 static WatchCounter *counters; // (CHANNELS_MAX) pinned, for ever: a stream may still write when a group has gone
@@ -212,7 +236,55 @@ void comm_set_timeout(double seconds) { star.call_seconds = seconds; }
 // ---------------------------------------------------------------------------------------------------------------
 // Groups
 
-Group comm_group_create(const int *rank, int n) {
+// Has this program's NCCL copy engines to offer, and are all ranks on one host?
+static bool copy_engines_usable(void) {
+    int version = 0;
+    return NCCL_VERSION_CODE >= COPY_ENGINES_SINCE && ncclGetVersion(&version) == ncclSuccess && version >= COPY_ENGINES_SINCE && star.n_hosts == 1;
+}
+
+// Registers memory, the same on all ranks of the communicator. Null: the GPUs do not reach each other's memory.
+static ncclWindow_t window_register(Channel *c, void *data, int64_t bytes) {
+    ncclWindow_t handle = NULL;
+#if NCCL_VERSION_CODE >= COPY_ENGINES_SINCE
+    nccl_settle(ncclCommWindowRegister(c->comm, data, (size_t)bytes, &handle, NCCL_WIN_COLL_SYMMETRIC), c, "ncclCommWindowRegister", GROUP_SECONDS);
+#else
+    (void)c, (void)data, (void)bytes;
+#endif
+    return handle;
+}
+
+static void window_deregister(Channel *c, ncclWindow_t handle) {
+#if NCCL_VERSION_CODE >= COPY_ENGINES_SINCE
+    if (handle) nccl_settle(ncclCommWindowDeregister(c->comm, handle), c, "ncclCommWindowDeregister", GROUP_SECONDS);
+#else
+    (void)c, (void)handle;
+#endif
+}
+
+static void *memory_of_nccl(int64_t bytes) {
+    void *p = NULL;
+    ncclResult_t result = ncclMemAlloc(&p, (size_t)bytes);
+    if (result != ncclSuccess)
+        die(EXIT_CONFIG, "out of GPU memory: %.1f MB asked for, %.1f MB free; lower the micro-batch, the sequence length or the model", (double)bytes * 1e-6, (double)device_free_bytes() * 1e-6);
+    return p;
+}
+
+static void nccl_memory_free(void *p, const Channel *c) {
+    ncclResult_t result = ncclMemFree(p);
+    if (result != ncclSuccess) nccl_failed(result, c, "ncclMemFree");
+}
+
+// The communicator of a group. direct: by copy engines.
+static ncclResult_t comm_init(Channel *c, ncclUniqueId id, bool direct) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = direct;
+#if NCCL_VERSION_CODE >= COPY_ENGINES_SINCE
+    if (direct) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+#endif
+    return ncclCommInitRankConfig(&c->comm, c->size, id, c->rank, &config);
+}
+
+Group comm_group_create(const int *rank, int n, bool direct) {
     // One call may make several groups that have no rank in common, so every rank offers an identifier if it is its
     // group's first, all see all offers, and each takes that of its own first rank.
     typedef struct {
@@ -221,7 +293,7 @@ Group comm_group_create(const int *rank, int n) {
     } Offer;
     static uint32_t calls; // the same on all ranks
     calls++;
-    Group g = {n, 0, 0};
+    Group g = {n, 0, 0, direct && n > 1 && copy_engines_usable()};
     for (int i = 0; i < n; i++) {
         CHECK(rank[i] >= 0 && rank[i] < star.world && (i == 0 || rank[i] > rank[i - 1]), "rank %d at %d of a group", rank[i], i);
         if (rank[i] == star.rank) g.rank = i;
@@ -245,11 +317,17 @@ Group comm_group_create(const int *rank, int n) {
         memset(&c, 0, sizeof c);
         c.size = n;
         c.rank = g.rank;
-        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-        config.blocking = 0;
         for (g.channel = 1; g.channel < CHANNELS_MAX && channels[g.channel].comm; g.channel++) {}
         CHECK(g.channel < CHANNELS_MAX, "%d groups", g.channel);
-        nccl_settle(ncclCommInitRankConfig(&c.comm, n, offer[rank[0]].id, g.rank, &config), &c, "ncclCommInitRankConfig", GROUP_SECONDS);
+        nccl_settle(comm_init(&c, offer[rank[0]].id, g.direct), &c, "ncclCommInitRankConfig", GROUP_SECONDS);
+        if (g.direct) {
+            void *probe = memory_of_nccl(WINDOW_BYTES);
+            ncclWindow_t handle = window_register(&c, probe, WINDOW_BYTES);
+            g.direct = handle != NULL;
+            window_deregister(&c, handle);
+            nccl_memory_free(probe, &c);
+        }
+        c.direct = g.direct;
         if (!counters) counters_make();
         counters[g.channel].started = counters[g.channel].done = 0;
         c.watch = stream_write ? watch_channel_open(calls << 16 | (uint32_t)rank[0], &counters[g.channel]) : -1;
@@ -264,6 +342,40 @@ Group comm_group_create(const int *rank, int n) {
 void comm_group_free(Group *g) {
     if (g->size > 1) channel_free(&channels[g->channel]);
     g->size = g->channel = 0;
+}
+
+void *comm_malloc(Group g, int64_t bytes) {
+    if (!g.direct || bytes < WINDOW_BYTES) return device_malloc(bytes);
+    Window w = {NULL, round_up(bytes, WINDOW_BYTES), g.channel, NULL};
+    w.data = memory_of_nccl(w.bytes);
+    w.handle = window_register(&channels[g.channel], w.data, w.bytes);
+    device_count(w.bytes);
+    int at = 0;
+    while (at < n_windows && windows[at].data) at++;
+    if (at == n_windows) {
+        Window *more = (Window *)host_alloc(sizeof(Window) * (size_t)(2 * n_windows + 16));
+        if (n_windows) memcpy(more, windows, sizeof(Window) * (size_t)n_windows);
+        free(windows);
+        windows = more;
+        n_windows = 2 * n_windows + 16;
+    }
+    windows[at] = w;
+    return w.data;
+}
+
+void comm_free(Group g, void *p) {
+    for (int i = 0; p && i < n_windows; i++) {
+        Window *w = &windows[i];
+        if (w->data != p) continue;
+        CHECK(w->channel == g.channel, "memory of channel %d freed with channel %d", w->channel, g.channel);
+        Channel *c = &channels[g.channel];
+        window_deregister(c, w->handle);
+        nccl_memory_free(p, c);
+        device_count(-w->bytes);
+        w->data = NULL;
+        return;
+    }
+    device_free(p);
 }
 
 // The group's communicator; null when there is nobody to talk to.
@@ -317,6 +429,18 @@ void comm_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, S
     if (!c || n == 0) return;
     collective_begin(c, WATCH_REDUCE_SCATTER, n * dtype_bytes(t), s);
     collective_end(c, ncclReduceScatter(full, shard, (size_t)n, nccl_type(t), ncclSum, c->comm, (cudaStream_t)s), "ncclReduceScatter");
+}
+
+void comm_all_to_all(Group g, void *parts, const void *full, int64_t n, DType t, Stream s) {
+    Channel *c = channel_of(g);
+    if (!c) copy_unless_same(parts, full, n * dtype_bytes(t), s);
+    if (!c || n == 0) return;
+#if NCCL_VERSION_CODE >= COPY_ENGINES_SINCE
+    collective_begin(c, WATCH_ALL_TO_ALL, n * dtype_bytes(t), s);
+    collective_end(c, ncclAlltoAll(full, parts, (size_t)n, nccl_type(t), c->comm, (cudaStream_t)s), "ncclAlltoAll");
+#else
+    CHECK(false, "all_to_all needs NCCL 2.28.3"); // only direct groups exchange in this way
+#endif
 }
 
 static void all_reduce(Group g, void *x, int64_t n, int64_t bytes, ncclDataType_t type, ncclRedOp_t op, Stream s) {

@@ -35,9 +35,10 @@ void *device_malloc(int64_t bytes);       // contents undefined; 256-byte aligne
 void device_free(void *p);
 void *pinned_malloc(int64_t bytes);       // host memory that copies to and from the device can run beside computation
 void pinned_free(void *p);
-int64_t device_allocated_bytes(void);     // by device_malloc, now
+int64_t device_allocated_bytes(void);     // by device_malloc, and counted by device_count, now
 int64_t device_peak_bytes(void);          // the most that this was since the last device_peak_reset
 void device_peak_reset(void);             // the peak is what is allocated now
+void device_count(int64_t bytes);         // so many more (or, negative, fewer) of the device's bytes were allocated elsewhere for this program
 int64_t device_free_bytes(void);          // what the device says is still free
 
 Stream stream_create(void);

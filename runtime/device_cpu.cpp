@@ -313,6 +313,11 @@ double event_elapsed_ms(Event from, Event to) {
 // ---------------------------------------------------------------------------------------------------------------
 // Memory
 
+static void peak_note(int64_t allocated) {
+    int64_t peak = __atomic_load_n(&device_cpu_peak, __ATOMIC_RELAXED);
+    while (peak < allocated && !__atomic_compare_exchange_n(&device_cpu_peak, &peak, allocated, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+
 void *device_malloc(int64_t bytes) {
     CHECK(device_cpu.memory_bytes > 0, "device_malloc before device_init");
     CHECK(bytes >= 0, "device_malloc of %" PRId64 " bytes", bytes);
@@ -325,8 +330,7 @@ void *device_malloc(int64_t bytes) {
             "ulimit -v); lower train_micro_batch_size_per_gpu, run.seq_len or the model's size",
             (double)bytes * 1e-9, (double)before * 1e-9, (double)device_cpu.memory_bytes * 1e-9);
     memcpy(p, &bytes, sizeof bytes);
-    int64_t peak = __atomic_load_n(&device_cpu_peak, __ATOMIC_RELAXED);
-    while (peak < before + bytes && !__atomic_compare_exchange_n(&device_cpu_peak, &peak, before + bytes, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    peak_note(before + bytes);
 #ifdef DEBUG
     memset(p + DEVICE_ALIGNMENT, 0xff, (size_t)bytes); // NaN in every element type: reading what nobody wrote shows
 #endif
@@ -350,6 +354,7 @@ void pinned_free(void *p) { free(p); }
 int64_t device_allocated_bytes(void) { return __atomic_load_n(&device_cpu_allocated, __ATOMIC_RELAXED); }
 int64_t device_peak_bytes(void) { return __atomic_load_n(&device_cpu_peak, __ATOMIC_RELAXED); }
 void device_peak_reset(void) { __atomic_store_n(&device_cpu_peak, device_allocated_bytes(), __ATOMIC_RELAXED); }
+void device_count(int64_t bytes) { peak_note(__atomic_add_fetch(&device_cpu_allocated, bytes, __ATOMIC_RELAXED)); }
 
 int64_t device_free_bytes(void) {
     int64_t limit, available;

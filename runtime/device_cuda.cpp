@@ -110,8 +110,7 @@ void *device_malloc(int64_t bytes) {
     }
     pieces[n_pieces].data = p;
     pieces[n_pieces++].bytes = bytes;
-    allocated_bytes += bytes;
-    peak_bytes = max_i64(peak_bytes, allocated_bytes);
+    device_count(bytes);
     return p;
 }
 
@@ -143,6 +142,10 @@ void pinned_free(void *p) {
 int64_t device_allocated_bytes(void) { return allocated_bytes; }
 int64_t device_peak_bytes(void) { return peak_bytes; }
 void device_peak_reset(void) { peak_bytes = allocated_bytes; }
+void device_count(int64_t bytes) {
+    allocated_bytes += bytes;
+    peak_bytes = max_i64(peak_bytes, allocated_bytes);
+}
 
 int64_t device_free_bytes(void) {
     size_t free_bytes = 0, total = 0;

@@ -13,6 +13,7 @@ typedef struct {
 typedef struct {
     int size, rank; // rank is this process's place in the group
     int channel;    // which communicator of comm.h's implementation carries it
+    bool direct;    // its ranks reach each other's memory, see comm_malloc
 } Group;
 
 typedef struct {

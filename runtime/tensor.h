@@ -115,3 +115,4 @@ static inline void dtype_store(void *data, DType t, int64_t i, float x) {
     if (t == DTYPE_FP32) ((float *)data)[i] = x;
     else ((uint16_t *)data)[i] = t == DTYPE_BF16 ? float_to_bf16(x) : float_to_fp16(x);
 }
+static inline float dtype_round(DType t, float x) { return t == DTYPE_FP32 ? x : t == DTYPE_BF16 ? bf16_to_float(float_to_bf16(x)) : fp16_to_float(float_to_fp16(x)); }

@@ -43,7 +43,7 @@ static void test_group_add(TestGroups *all, const char *name, int first, int ste
         member |= r == test_world.rank;
         g->rank[g->n++] = r;
     }
-    g->group = comm_group_create(g->rank, member ? g->n : 0);
+    g->group = comm_group_create(g->rank, member ? g->n : 0, true);
 }
 
 // World, lower and upper half, even and odd ranks, windows of three that overlap, every rank alone.
@@ -114,6 +114,38 @@ static void comm_buffer_expect(Test *t, const char *what, CommBuffer b, const vo
 // n elements of type t on the host.
 static void *comm_host_values(int64_t n, DType t) { return host_alloc((size_t)(n * dtype_bytes(t))); }
 
+// Memory of comm_malloc, large enough to be reached by other ranks: what a direct group moves, many times over, is what was sent,
+// and what is sent again at once is not mixed with what came before.
+static void test_direct(Test *t) {
+    TestGroups all;
+    Stream s = stream_create();
+    test_groups_make(&all);
+    Group g = all.at[0].group; // the world
+    const int64_t n = (3 << 20) / 4 + 64, whole = n * g.size; // more than one page a part
+    float *full = (float *)comm_malloc(g, whole * 4), *parts = (float *)comm_malloc(g, whole * 4), *shard = (float *)comm_malloc(g, n * 4);
+    float *host = (float *)host_alloc((size_t)whole * 4);
+    expect_true(t, (uintptr_t)full % 256 == 0 && (uintptr_t)shard % 256 == 0, "memory at %p and %p", (void *)full, (void *)shard);
+    for (int turn = 0; turn < 5; turn++) {
+        for (int64_t i = 0; i < whole; i++) host[i] = comm_integer(g.rank, i, turn);
+        device_copy(full, host, whole * 4, COPY_TO_DEVICE, s);
+        stream_sync(s);
+        comm_all_to_all(g, parts, full, n, DTYPE_FP32, s);
+        device_copy(shard, parts, n * 4, COPY_ON_DEVICE, s); // the part of rank 0
+        comm_all_gather(g, full, shard, n, DTYPE_FP32, s);
+        device_copy(host, full, whole * 4, COPY_TO_HOST, s);
+        stream_sync(s);
+        int64_t wrong = 0;
+        for (int64_t i = 0; i < whole; i++) wrong += host[i] != comm_integer(0, i, turn);
+        expect_true(t, wrong == 0, "turn %d: %" PRId64 " of %" PRId64 " elements are not what rank 0 gave away", turn, wrong, whole);
+    }
+    free(host);
+    comm_free(g, full);
+    comm_free(g, parts);
+    comm_free(g, shard);
+    test_groups_free(&all);
+    stream_destroy(s);
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Each collective, with exact data. In place: the shard is this rank's part of the whole.
 
@@ -151,6 +183,24 @@ static void try_reduce_scatter(Test *t, const TestGroup *g, int64_t n, DType typ
     if (in_place) memcpy(mine + at, want, (size_t)bytes); // the rest stays
     comm_buffer_expect(t, what, full, mine, s);
     comm_buffer_expect(t, what, shard, in_place ? NULL : want, s);
+    free(mine);
+    free(want);
+}
+
+static void try_all_to_all(Test *t, const TestGroup *g, int64_t n, DType type, Stream s) {
+    const int64_t bytes = n * g->n * dtype_bytes(type);
+    char *mine = (char *)comm_host_values(n * g->n, type), *want = (char *)comm_host_values(n * g->n, type);
+    for (int64_t i = 0; i < n * g->n; i++) {
+        dtype_store(mine, type, i, comm_integer(test_world.rank, i, n));
+        dtype_store(want, type, i, comm_integer(g->rank[i / n], g->group.rank * n + i % n, n));
+    }
+    CommBuffer full = comm_buffer(bytes, s), parts = comm_buffer(bytes, s);
+    comm_buffer_write(full, 0, mine, bytes, s);
+    comm_all_to_all(g->group, parts.at, full.at, n, type, s);
+    char what[160];
+    snprintf(what, sizeof what, "all_to_all of %" PRId64 " %s over %s (%d ranks)", n, dtype_name(type), g->name, g->n);
+    comm_buffer_expect(t, what, parts, want, s);
+    comm_buffer_expect(t, "what was given", full, mine, s);
     free(mine);
     free(want);
 }
@@ -224,6 +274,9 @@ static void case_reduce_scatter(Test *t, const TestGroup *g, int64_t n, Stream s
     for (int type = 0; type < DTYPE_COUNT; type++)
         for (int in_place = 0; in_place < 2; in_place++) try_reduce_scatter(t, g, n, (DType)type, in_place, s);
 }
+static void case_all_to_all(Test *t, const TestGroup *g, int64_t n, Stream s) {
+    for (int type = 0; type < DTYPE_COUNT; type++) try_all_to_all(t, g, n, (DType)type, s);
+}
 static void case_all_reduce(Test *t, const TestGroup *g, int64_t n, Stream s) {
     for (int type = 0; type < DTYPE_COUNT; type++) try_all_reduce(t, g, n, (DType)type, s);
 }
@@ -235,6 +288,7 @@ static void case_broadcast(Test *t, const TestGroup *g, int64_t n, Stream s) {
 }
 static void test_all_gather(Test *t) { each_group_and_size(t, case_all_gather); }
 static void test_reduce_scatter(Test *t) { each_group_and_size(t, case_reduce_scatter); }
+static void test_all_to_all(Test *t) { each_group_and_size(t, case_all_to_all); }
 static void test_all_reduce(Test *t) { each_group_and_size(t, case_all_reduce); }
 static void test_all_reduce_double(Test *t) { each_group_and_size(t, case_all_reduce_double); }
 static void test_broadcast(Test *t) { each_group_and_size(t, case_broadcast); }
@@ -265,7 +319,7 @@ static void test_disjoint_groups(Test *t) {
     for (int round = 0; round < 3; round++) {
         uint32_t before[WATCH_CHANNELS];
         for (int c = 0; c < WATCH_CHANNELS; c++) before[c] = watch_channel_group(c);
-        Group g = comm_group_create(rank, n);
+        Group g = comm_group_create(rank, n, true);
         TestGroup mine = {"half of the world", n, {0}, g};
         memcpy(mine.rank, rank, sizeof rank);
         expect_equal_i64(t, "ranks of the half", g.size, n);
@@ -325,7 +379,7 @@ static void test_rank_order(Test *t) {
 static Group comm_world_group(void) {
     int rank[COMM_RANKS_MAX];
     for (int r = 0; r < test_world.world; r++) rank[r] = r;
-    return comm_group_create(rank, test_world.world);
+    return comm_group_create(rank, test_world.world, true);
 }
 
 // 16-bit sums are taken in fp32 and rounded once: 256 + 1 + 1 in bf16 steps would stay 256, 2048 + 1 + 1 in fp16 steps 2048.
@@ -622,7 +676,7 @@ static void strict_early_event(void *p) { Strict *s = (Strict *)p; stream_wait_e
 static void strict_late_argument(void *p) { // a collective must not start before the kernels that make its argument
     Strict *s = (Strict *)p;
     fill(s->z, 1, s->b);
-    Group one = {1, 0, -1};
+    Group one = {1, 0, -1, false};
     comm_all_gather(one, s->w.data, s->z.data, 1, DTYPE_FP32, s->c);
 }
 static void strict_host_reads(void *p) { *((Strict *)p)->host = *(const float *)((Strict *)p)->z.data; }
@@ -740,6 +794,8 @@ static const TestRow comm_tests[] = {
     {"disjoint_groups", test_disjoint_groups},
     {"all_gather", test_all_gather},
     {"reduce_scatter", test_reduce_scatter},
+    {"all_to_all", test_all_to_all},
+    {"direct", test_direct},
     {"all_reduce", test_all_reduce},
     {"all_reduce_double", test_all_reduce_double},
     {"broadcast", test_broadcast},

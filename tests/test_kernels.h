@@ -862,6 +862,27 @@ static void call_add_inplace(KernelCase *c, bool backend, Stream stream) {
 }
 static const Kernel kernel_add_inplace = {"add_inplace", setup_add_inplace, reference_add_inplace, call_add_inplace, flat_shapes};
 
+// Three parts of the case's element type, summed in fp32, rounded to that type, then stored or added.
+static void setup_sum_parts(KernelCase *c) {
+    operand_add(c, "parts", ROLE_IN, c->act, 3, c->s.C, 0, 0, 1);
+    OperandRole role = c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT;
+    operand_add(c, "fp32 y", role, DTYPE_FP32, c->s.C, 0, 0, 0, 1);
+    operand_add(c, "bf16 y", role, DTYPE_BF16, c->s.C, 0, 0, 0, 1);
+}
+static void reference_sum_parts(KernelCase *c) {
+    const int64_t n = c->s.C;
+    const double *x = value_of(c, "parts");
+    for (int k = 1; k < 3; k++)
+        for (int64_t i = 0; i < n; i++) {
+            double sum = operand_round(c->act, (float)x[i] + (float)x[n + i] + (float)x[2 * n + i]);
+            c->op[k].want[i] = operand_round(c->op[k].type, (c->s.flags & ACCUMULATE ? (float)c->op[k].value[i] : 0.0f) + (float)sum);
+        }
+}
+static void call_sum_parts(KernelCase *c, bool backend, Stream stream) {
+    for (int k = 1; k < 3; k++) KERNEL_CALL(sum_parts, tensor_of(c, c->op[k].name), tensor_of(c, "parts"), (c->s.flags & ACCUMULATE) != 0, stream);
+}
+static const Kernel kernel_sum_parts = {"sum_parts", setup_sum_parts, reference_sum_parts, call_sum_parts, flat_shapes};
+
 static void setup_fill(KernelCase *c) { operand_add(c, "out", ROLE_OUT, c->act, c->s.C, 0, 0, 0, 0); }
 static void reference_fill(KernelCase *c) {
     for (int64_t i = 0; i < c->s.C; i++) want_of(c, "out")[i] = operand_round(c->act, -1.7);
@@ -1491,6 +1512,7 @@ KERNEL_TESTS(sum)
 KERNEL_TESTS(sum_squares)
 KERNEL_TESTS(convert)
 KERNEL_TESTS(add_inplace)
+KERNEL_TESTS(sum_parts)
 KERNEL_TESTS(fill)
 KERNEL_TESTS(adamw)
 KERNEL_TESTS(lion)
@@ -1519,6 +1541,7 @@ static const TestRow kernel_tests[] = {
     KERNEL_TEST_ROWS(sum_squares),
     KERNEL_TEST_ROWS(convert),
     KERNEL_TEST_ROWS(add_inplace),
+    KERNEL_TEST_ROWS(sum_parts),
     KERNEL_TEST_ROWS(fill),
     KERNEL_TEST_ROWS(adamw),
     KERNEL_TEST_ROWS(lion),

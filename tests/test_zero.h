@@ -89,6 +89,7 @@ static void gradient_way(Test *t, int stage, DType communication, DType accumula
     const bool travels = test_world.world > 1 || accumulation != DTYPE_FP32;
     if (!travels) { free(c); return; }
     if (test_world.world == 1) c->zero.grad_accum_dtype = accumulation; // one rank has no sums without
+    c->zero.direct_exchange = false;
     plain = zero_trainer(c);
     trace_begin(true);
     train_step(plain);
@@ -103,6 +104,7 @@ static void gradient_way(Test *t, int stage, DType communication, DType accumula
     v->zero.communication_data_type = communication;
     v->zero.grad_accum_dtype = accumulation;
     v->zero.reduce_scatter = reduce_scatter;
+    v->zero.direct_exchange = stage != 1; // both ways must come to the same
     rounds = zero_trainer(v);
     train_step(rounds);
 
@@ -110,7 +112,7 @@ static void gradient_way(Test *t, int stage, DType communication, DType accumula
     const DType wire = test_world.world > 1 ? communication : DTYPE_FP32, shard = stage < 2 ? DTYPE_FP32 : accumulation;
     int *ranks = (int *)host_alloc(sizeof(int) * (size_t)test_world.world);
     for (int r = 0; r < test_world.world; r++) ranks[r] = r;
-    Group g = comm_group_create(ranks, test_world.world);
+    Group g = comm_group_create(ranks, test_world.world, false);
     free(ranks);
     Stream s = stream_create();
     for (int u = 0; u < units; u++) {
@@ -233,12 +235,13 @@ static void test_many_micro_batches(Test *t) {
 static void test_traffic(Test *t) {
     const int N = test_world.world;
     for (int stage = 0; stage < 4; stage++)
-        for (int way = 0; way < 4; way++) {
+        for (int way = 0; way < 6; way++) { // sums by reduce-scatter, by all-reduce, by exchange; each in fp32 and bf16
             Config *c = parallel_config(3);
             const int64_t micro_batches = 3;
             config_set_dtype(c, DTYPE_BF16);
             c->zero.stage = stage;
-            c->zero.reduce_scatter = way < 2;
+            c->zero.reduce_scatter = way / 2 != 1;
+            c->zero.direct_exchange = way / 2 == 2;
             c->zero.communication_data_type = way % 2 ? DTYPE_BF16 : DTYPE_FP32;
             Trainer *trainer = zero_trainer(c);
             train_step(trainer);
@@ -246,11 +249,11 @@ static void test_traffic(Test *t) {
             train_step(trainer); // the second update, whose weights the first has changed
             trace_end();
             const int64_t all = whole_total(trainer), units = trainer->model.table.n_units, sums = (stage < 2 ? 1 : micro_batches) * (N > 1), wire = way % 2 ? 2 : 4;
-            const TraceKind sum = way < 2 ? TRACE_REDUCE_SCATTER : TRACE_ALL_REDUCE, other = way < 2 ? TRACE_ALL_REDUCE : TRACE_REDUCE_SCATTER;
+            const TraceKind kinds[] = {TRACE_REDUCE_SCATTER, TRACE_ALL_REDUCE, TRACE_ALL_TO_ALL}, sum = kinds[way / 2];
             expect_equal_i64(t, "bytes of gradients summed", trace_bytes(sum), sums * all * wire);
             expect_equal_i64(t, "sums", trace_count(sum), sums * units);
-            expect_equal_i64(t, "sums of the other kind", trace_count(other), 0);
-            int64_t gathered = N == 1 ? 0 : stage == 0 ? (way < 2) * all * wire : all * 2; // gradients at stage 0, else weights, here all live
+            for (int other = 0; other < 3; other++) if (other != way / 2) expect_equal_i64(t, "sums of another kind", trace_count(kinds[other]), 0);
+            int64_t gathered = N == 1 ? 0 : stage == 0 ? (way / 2 != 1) * all * wire : all * 2; // gradients at stage 0, else weights, here all live
             expect_equal_i64(t, "bytes gathered", trace_bytes(TRACE_ALL_GATHER), gathered);
             zero_trainer_free(trainer);
             free(c);
@@ -365,7 +368,7 @@ static void test_reduce_buckets(Test *t) {
                 zero_grad_begin(z, u);
                 zero_grad_end(z, u);
                 written += whole_numel(trainer, u);
-                int64_t started = trace_bytes(TRACE_REDUCE_SCATTER) / 4, waiting = written - started;
+                int64_t started = (trace_bytes(TRACE_REDUCE_SCATTER) + trace_bytes(TRACE_ALL_TO_ALL)) / 4, waiting = written - started;
                 expect_true(t, waiting <= max_i64(bucket, whole_numel(trainer, u)) && (u > 0 || waiting == 0),
                             "stage %d, bucket of %d blocks: after unit %d %" PRId64 " elements wait", stage, blocks, u, waiting);
                 if (u == 2) started_early[blocks] = started;
@@ -412,7 +415,7 @@ static void test_prescale(Test *t) {
         trace_begin(true);
         StepStats s = train_step(trainer);
         trace_end();
-        expect_true(t, trace.n > 0 && trace.row[0].kind == TRACE_REDUCE_SCATTER, "no sum came first");
+        expect_true(t, trace.n > 0 && trace.row[0].kind == (trainer->zero.opt.direct_exchange ? TRACE_ALL_TO_ALL : TRACE_REDUCE_SCATTER), "no sum came first");
         float *given = (float *)trace.row[0].given, largest = 0; // the head's: its layer norm
         const int64_t n = trace.row[0].n;
         trace.row[0].given = NULL;

@@ -5,7 +5,7 @@
 
 enum { TRACE_MAX = 4096 };
 
-typedef enum { TRACE_ALL_GATHER, TRACE_REDUCE_SCATTER, TRACE_ALL_REDUCE } TraceKind;
+typedef enum { TRACE_ALL_GATHER, TRACE_REDUCE_SCATTER, TRACE_ALL_TO_ALL, TRACE_ALL_REDUCE } TraceKind;
 
 typedef struct {
     TraceKind kind;
@@ -64,10 +64,15 @@ static void traced_reduce_scatter(Group g, void *shard, void *full, int64_t n, D
     trace_add(TRACE_REDUCE_SCATTER, n * g.size, t, full, s);
     comm_reduce_scatter(g, shard, full, n, t, s);
 }
+static void traced_all_to_all(Group g, void *parts, const void *full, int64_t n, DType t, Stream s) {
+    trace_add(TRACE_ALL_TO_ALL, n * g.size, t, full, s);
+    comm_all_to_all(g, parts, full, n, t, s);
+}
 static void traced_all_reduce(Group g, void *x, int64_t n, DType t, Stream s) {
     trace_add(TRACE_ALL_REDUCE, n, t, x, s);
     comm_all_reduce(g, x, n, t, s);
 }
 #define comm_all_gather traced_all_gather
 #define comm_reduce_scatter traced_reduce_scatter
+#define comm_all_to_all traced_all_to_all
 #define comm_all_reduce traced_all_reduce

@@ -35,6 +35,29 @@ void add_inplace(Tensor y, Tensor x, Stream stream) {
     }
 }
 
+void sum_parts(Tensor y, Tensor parts, bool accumulate, Stream stream) {
+    KERNEL_WRITES(stream, y);
+    KERNEL_READS(stream, parts);
+    const int64_t P = tensor_rows(parts), n = tensor_columns(parts);
+    check_shape("sum_parts", "y", y, 1, n);
+#pragma omp parallel for if (n > PARALLEL_MIN)
+    for (int64_t at = 0; at < n; at += CONVERT_BLOCK) {
+        UNINITIALIZED float scratch[CONVERT_BLOCK], sums[CONVERT_BLOCK], before[CONVERT_BLOCK];
+        const int64_t m = min_i64(CONVERT_BLOCK, n - at);
+        memcpy(sums, row_load(parts, at, m, scratch), sizeof(float) * (size_t)m);
+        for (int64_t p = 1; p < P; p++) {
+            const float *part = row_load(parts, p * n + at, m, scratch);
+#pragma omp simd
+            for (int64_t i = 0; i < m; i++) sums[i] += part[i];
+        }
+        for (int64_t i = 0; i < m && parts.dtype != DTYPE_FP32; i++) sums[i] = dtype_round(parts.dtype, sums[i]);
+        const float *old = accumulate ? row_load(y, at, m, before) : NULL;
+        float *row = row_target(y, at, scratch);
+        for (int64_t i = 0; i < m; i++) row[i] = old ? old[i] + sums[i] : sums[i];
+        row_store(y, at, m, row);
+    }
+}
+
 void fill(Tensor t, float value, Stream stream) {
     KERNEL_WRITES(stream, t);
     const int64_t n = tensor_numel(t);

@@ -128,6 +128,40 @@ void cuda::add_inplace(Tensor y, Tensor x, Stream stream) {
     FLOATX_SWITCH(y.dtype, add_inplace_launch<floatX>(y, x, stream));
 }
 
+template <typename Y, typename X, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) sum_parts_kernel(Y *y, const X *parts, int64_t P, int64_t n, bool accumulate) {
+    int64_t at = element_index<W>();
+    if (at >= n) return;
+    Vec<X, W> sum;
+    float wide[W] = {0};
+    for (int64_t p = 0; p < P; p++) {
+        Vec<X, W> part = vec_load<W>(parts + p * n + at);
+#pragma unroll
+        for (int i = 0; i < W; i++) wide[i] = p == 0 ? part.at(i) : wide[i] + part.at(i);
+    }
+    Vec<Y, W> out;
+    if (accumulate) out = vec_load<W>(y + at);
+#pragma unroll
+    for (int i = 0; i < W; i++) {
+        sum.set(i, wide[i]);
+        out.set(i, accumulate ? out.at(i) + sum.at(i) : sum.at(i));
+    }
+    vec_store<W>(y + at, out);
+}
+
+template <typename Y> static void sum_parts_launch(Tensor y, Tensor parts, bool accumulate, Stream stream) {
+    const int64_t P = tensor_rows(parts), n = tensor_columns(parts);
+    const cudaStream_t s = (cudaStream_t)stream;
+    FLOATX_SWITCH(parts.dtype, WIDTH_SWITCH(n % 4 == 0 && is_aligned(y.data, 16) && is_aligned(parts.data, 16), 4,
+        sum_parts_kernel<Y, floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>(elements<Y>(y), elements<const floatX>(parts), P, n, accumulate)));
+    launch_check();
+}
+
+void cuda::sum_parts(Tensor y, Tensor parts, bool accumulate, Stream stream) {
+    check_shape("sum_parts", "y", y, 1, tensor_columns(parts));
+    if (tensor_numel(parts) == 0) return;
+    FLOATX_SWITCH(y.dtype, sum_parts_launch<floatX>(y, parts, accumulate, stream));
+}
+
 template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) fill_kernel(T *out, float value, int64_t n) {
     int64_t at = element_index<W>();
     if (at + W <= n) {

@@ -7,6 +7,7 @@
 // forgotten wait goes unnoticed here (comm_mpi.cpp finds those).
 //
 // FAKE_GPUS is what cudaGetDeviceCount says. FAKE_NCCL injects a fault, on the rank FAKE_RANK alone if that is set:
+//     nowindow memory cannot be registered
 //     init     communicators never get ready        usage   collectives refuse, as with two ranks on one GPU
 //     async    the third collective of a communicator fails in the background while its call hangs
 //     lost     at the third collective the process of FAKE_RANK ends with code 75, and the others hang in the call
@@ -21,11 +22,11 @@ enum { MEMBERS_MAX = 64, BATCH_MAX = 256, FAULT_AT = 3 };
 struct ncclComm {
     int size, rank, state; // state: an ncclResult_t, read and written by several threads
     int fd[MEMBERS_MAX];   // member 0: of each other; the others: fd[0]
-    int collectives;
+    int collectives, windows; // started; registered now
     ncclUniqueId id;
 };
 
-typedef enum { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST } Kind;
+typedef enum { ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, BROADCAST } Kind;
 
 typedef struct {
     int kind, type, op, root;
@@ -106,7 +107,8 @@ static void reduce(void *out, const void *all, size_t n, int members, int type, 
 static ncclResult_t collective_run(const Collective *c) {
     ncclComm *comm = c->comm;
     size_t members = (size_t)comm->size, element = type_bytes(c->call.type), n = c->call.n;
-    size_t in = (c->call.kind == REDUCE_SCATTER ? members : 1) * n * element, out = (c->call.kind == ALL_GATHER ? members : 1) * n * element;
+    bool to_all = c->call.kind == ALL_TO_ALL;
+    size_t in = (c->call.kind == REDUCE_SCATTER || to_all ? members : 1) * n * element, out = (c->call.kind == ALL_GATHER || to_all ? members : 1) * n * element;
     if (comm->rank != 0) {
         Call call = c->call;
         bool ok = move_bytes(comm->fd[0], &call, sizeof call, true) && move_bytes(comm->fd[0], (void *)(uintptr_t)c->send, in, true) && move_bytes(comm->fd[0], c->receive, out, false);
@@ -124,9 +126,15 @@ static ncclResult_t collective_run(const Collective *c) {
         } else if (!move_bytes(comm->fd[m], all + (size_t)m * in, in, false)) result = ncclRemoteError;
     }
     char *answer = c->call.kind == ALL_GATHER ? all : c->call.kind == BROADCAST ? all + (size_t)c->call.root * in : sum;
-    if (answer == sum) reduce(sum, all, in / element, comm->size, c->call.type, c->call.op);
+    if (to_all) { // member m's answer at m * in: piece m of each
+        char *turned = (char *)host_alloc(members * in);
+        for (size_t m = 0; m < members; m++)
+            for (size_t r = 0; r < members; r++) memcpy(turned + m * in + r * n * element, all + r * in + m * n * element, n * element);
+        free(all);
+        answer = all = turned;
+    } else if (answer == sum) reduce(sum, all, in / element, comm->size, c->call.type, c->call.op);
     for (int m = 1; m < comm->size && result == ncclSuccess; m++)
-        if (!move_bytes(comm->fd[m], answer + (c->call.kind == REDUCE_SCATTER ? (size_t)m * out : 0), out, true)) result = ncclRemoteError;
+        if (!move_bytes(comm->fd[m], answer + (c->call.kind == REDUCE_SCATTER || to_all ? (size_t)m * out : 0), out, true)) result = ncclRemoteError;
     memcpy(c->receive, answer, out);
     free(all);
     free(sum);
@@ -183,6 +191,7 @@ static ncclResult_t collective_begin(Kind kind, const void *send, void *receive,
 }
 
 ncclResult_t ncclAllGather(const void *s, void *r, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t) { return collective_begin(ALL_GATHER, s, r, n, t, 0, 0, c); }
+ncclResult_t ncclAlltoAll(const void *s, void *r, size_t n, ncclDataType_t t, ncclComm_t c, cudaStream_t) { return collective_begin(ALL_TO_ALL, s, r, n, t, 0, 0, c); }
 ncclResult_t ncclReduceScatter(const void *s, void *r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t) { return collective_begin(REDUCE_SCATTER, s, r, n, t, op, 0, c); }
 ncclResult_t ncclAllReduce(const void *s, void *r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t) { return collective_begin(ALL_REDUCE, s, r, n, t, op, 0, c); }
 ncclResult_t ncclBroadcast(const void *s, void *r, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t) { return collective_begin(BROADCAST, s, r, n, t, 0, root, c); }
@@ -229,7 +238,7 @@ static void *comm_join(void *arg) {
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int size, ncclUniqueId id, int rank, ncclConfig_t *config) {
-    if (config->blocking || !id.internal[0] || size < 1 || size > MEMBERS_MAX || rank < 0 || rank >= size) return ncclInvalidArgument;
+    if (config->blocking != (config->CTAPolicy == NCCL_CTA_POLICY_ZERO) || !id.internal[0] || size < 1 || size > MEMBERS_MAX || rank < 0 || rank >= size) return ncclInvalidArgument;
     ncclComm *c = (ncclComm *)host_alloc(sizeof *c);
     c->size = size;
     c->rank = rank;
@@ -242,7 +251,25 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int size, ncclUniqueId id,
 
 ncclResult_t ncclCommFinalize(ncclComm_t c) { return state_of(c); }
 
+// Windows: any memory does.
+ncclResult_t ncclMemAlloc(void **data, size_t bytes) {
+    *data = aligned_alloc(256, bytes);
+    return *data ? ncclSuccess : ncclSystemError;
+}
+ncclResult_t ncclMemFree(void *data) { free(data); return ncclSuccess; }
+ncclResult_t ncclCommWindowRegister(ncclComm_t c, void *data, size_t, ncclWindow_t *window, int) {
+    *window = fault_anywhere("nowindow") ? NULL : (ncclWindow_t)data;
+    c->windows += *window != NULL;
+    return ncclSuccess;
+}
+ncclResult_t ncclCommWindowDeregister(ncclComm_t c, ncclWindow_t window) {
+    CHECK(window && c->windows > 0, "window %p of %d", (void *)window, c->windows);
+    c->windows--;
+    return ncclSuccess;
+}
+
 ncclResult_t ncclCommDestroy(ncclComm_t c) {
+    CHECK(c->windows == 0, "%d windows are left", c->windows);
     for (int i = 0; i < c->size; i++)
         if (i != c->rank && (c->rank == 0 || i == 0)) close(c->fd[i]);
     free(c);
