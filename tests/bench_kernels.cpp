@@ -119,10 +119,12 @@ static void run_classifier(Bench *b) { classifier_forward_backward(b->logits, fi
 static void run_embedding_backward(Bench *b) { embedding_backward(b->dw, b->dwpe, b->tokens, b->narrow, true, false, b->stream); }
 static void run_sum_squares(Bench *b) { sum_squares_to_double(b->sum, b->grad, false, b->stream); }
 static void run_hash_words(Bench *b) { hash_words((uint64_t *)b->sum, b->param, 0, false, b->stream); }
-static void run_adamw(Bench *b) {
-    AdamWArgs args = {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, 0.5f, true};
-    adamw_update(b->param, b->master, b->grad, b->m, b->v, args, b->control, b->stream);
-}
+static const AdamWArgs adamw_args = {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, 0.5f, true};
+static Tensor as_type(Tensor t, DType type) { return tensor1(t.data, type, tensor_numel(t)); }
+static void run_adamw(Bench *b) { adamw_update(b->param, as_type(b->master, DTYPE_REMAINDER), b->grad, b->m, b->v, adamw_args, b->control, b->stream); }
+static void run_adamw_bf16_grad(Bench *b) { adamw_update(b->param, as_type(b->master, DTYPE_REMAINDER), as_type(b->grad, DTYPE_BF16), b->m, b->v, adamw_args, b->control, b->stream); }
+static void run_adamw_fp32_masters(Bench *b) { adamw_update(b->param, b->master, b->grad, b->m, b->v, adamw_args, b->control, b->stream); }
+static void run_sum_squares_bf16(Bench *b) { sum_squares_to_double(b->sum, as_type(b->grad, DTYPE_BF16), false, b->stream); }
 static void run_gelu_backward(Bench *b) { gelu_backward(b->wide, b->wide, b->gelu, b->stream); }
 static void run_bias_backward(Bench *b) { bias_backward(first(b->dvector, 4 * b->C), rows_of(b, b->wide, 4 * b->C), true, b->stream); }
 static void run_fc_forward(Bench *b) { linear_forward(rows_of(b, b->gelu, 4 * b->C), b->x, view(b->w, 4 * b->C, b->C), first(b->vector, 4 * b->C), tensor_none(), rows_of(b, b->wide, 4 * b->C), b->stream); }
@@ -232,7 +234,10 @@ int main(int argc, char **argv) {
     measure(b, "gelu_backward", run_gelu_backward, 0, 0, 12 * row);
     measure(b, "sum_squares", run_sum_squares, 1, 0, 4 * n);
     measure(b, "hash_words of bf16 weights", run_hash_words, 0, 0, 2 * n);
-    measure(b, "adamw", run_adamw, 1, 0, 30 * n);
+    measure(b, "sum_squares of bf16", run_sum_squares_bf16, 0, 0, 2 * n);
+    measure(b, "adamw", run_adamw, 1, 0, 28 * n);
+    measure(b, "adamw, gradients in bf16", run_adamw_bf16_grad, 0, 0, 26 * n);
+    measure(b, "adamw, fp32 masters", run_adamw_fp32_masters, 0, 0, 30 * n);
     printf("-- attention\n");
     measure(b, "attention_forward", run_attention_forward, L, attention, 4 * row);
     measure(b, "attention_backward", run_attention_backward, L, 2.5 * attention, 8 * row);
