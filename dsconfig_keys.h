@@ -343,7 +343,7 @@ static const ConfigKey config_keys[] = {
 
     HEADING("Logging, profiling, monitoring"),
     USE("steps_per_print", KEY_INT, steps_per_print, "10", "1..", AUTO, "updates between two lines on the console"),
-    USE("wall_clock_breakdown", KEY_BOOL, wall_clock_breakdown, "false", "", AUTO, "time forward, backward and update"),
+    USE("wall_clock_breakdown", KEY_BOOL, wall_clock_breakdown, "false", "", AUTO, "time forward, backward (with the logits and the loss) and update"),
     LATER("memory_breakdown", KEY_BOOL, compat.memory_breakdown, "false", "", AUTO, "print memory around each phase"),
     USE("dump_state", KEY_BOOL, dump_state, "false", "", AUTO, "print the table of effective values at the start"),
     NOTE("log_level", KEY_CHOICE, "debug|info|warning|error|critical", V19, "messages have one level: what the user should know"),

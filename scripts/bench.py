@@ -8,7 +8,8 @@
   scripts/bench.py --parts only            the kernels alone
 
 The program trains on random tokens (the rate does not depend on them); a row is the median of the updates after the
-first four. Kernels run on random data larger than the cache; see tests/bench_kernels.cpp. The output is Markdown.
+first four. A run ends with a checkpoint in the temporary folder (TMPDIR): 12 bytes a parameter, removed at once.
+Kernels run on random data larger than the cache; see tests/bench_kernels.cpp. The output is Markdown.
 BUILD names the build folder (build/cuda), which is built first unless BENCH_BUILT=1.
 """
 import argparse

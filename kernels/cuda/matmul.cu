@@ -177,9 +177,12 @@ static void plan_search(Plan *plan, const cublasLtMatmulAlgo_t *candidates, int 
     if (n < 2 || 2.0 * (double)p->m * (double)p->n * (double)p->k < SEARCH_FLOPS_MIN || seconds > SEARCH_SECONDS_MAX) return;
     if (bytes % 4 != 0 || bytes / 4 > INT32_MAX || !is_aligned(p->d, 16)) return; // results are compared by hash_words
     const bool apart = p->c == p->d;
-    if (apart && device_free_bytes() < bytes + (64 << 20)) return;
     const double start = clock_seconds();
-    void *d = apart ? device_malloc(bytes) : p->d;
+    void *d = p->d;
+    if (apart && cudaMalloc(&d, (size_t)bytes) != cudaSuccess) { // by device_malloc it would count in the run's need, and its lack would end it
+        cudaGetLastError(); // forgotten
+        return;
+    }
     double ms[CANDIDATES_MAX][SEARCH_ROUNDS];
     bool same[CANDIDATES_MAX];
     int best = -1;
@@ -208,7 +211,7 @@ static void plan_search(Plan *plan, const cublasLtMatmulAlgo_t *candidates, int 
     if (best >= 0) plan->algo = candidates[best];
     event_destroy(from);
     event_destroy(to);
-    if (apart) device_free(d);
+    if (apart) cudaCheck(cudaFree(d));
     seconds += clock_seconds() - start;
 }
 
