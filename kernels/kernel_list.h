@@ -8,7 +8,7 @@
 // - Parameter gradients (dw, db) are overwritten when `accumulate` is false and added to when it is true; activation
 //   gradients are overwritten. A prototype that deviates says so.
 // - Arguments may not alias unless the prototype allows it. Shapes are checked; a mismatch is a bug and ends the program.
-// - Results do not depend on the number of threads: sums run in a fixed order, without atomics.
+// - Results do not depend on the number of threads: sums run in a fixed order.
 // - Work goes to `stream`; a kernel never waits for the host.
 
 // out[b,t,:] = wte[tokens[b,t],:] + wpe[t,:].   out act (B,T,C); tokens int32 (B,T), each in [0,V); wte act (Vp,C); wpe act (>=T,C).

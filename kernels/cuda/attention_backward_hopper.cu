@@ -14,7 +14,7 @@
 //                  query tile   0   1   2   3      The number is the round of the task in which it meets that query tile. Tasks are
 //     keys   0..127  (task 3)   1   2   3   4      dealt in the order of their numbers: those of a head that begin together
 //     keys 128..255  (task 2)       1   2   3      never meet in a query tile, and its diagonal has the smallest round:
-//     keys 256..383  (task 1)           1   2      as long as blocks keep step, nobody waits for a turn. A task waits only
+//     keys 256..383  (task 1)           1   2      blocks that keep step wait for nobody's turn. A task waits only
 //     keys 384..511  (task 0)               1      for tasks with smaller numbers, all of which are done or in work.
 //
 // A block has four warpgroups. One of its threads draws tasks and loads tiles. Two score groups have 64 keys each and do all but
