@@ -191,8 +191,8 @@ template <typename S> __device__ static inline void forward_produce(HopperForwar
 }
 
 // Divides o by the sums and writes it and lse. Called by a whole warpgroup, once the last product is complete.
-template <typename T, typename S> __device__ static inline void forward_store(HopperForwardShared<S> &m, float (&o)[S::D / 2], const SoftmaxRows &rows, const ForwardTile &tile,
-                                                                              int group, const CUtensorMap *map_out, float *lse, const AttentionShape &shape) {
+template <typename T, typename S> __device__ static inline void forward_store(HopperForwardShared<S> &m, float (&o)[S::D / 2], const SoftmaxRows &rows,
+                                                                              const ForwardTile &tile, int group, const CUtensorMap *map_out, float *lse, const AttentionShape &shape) {
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, g = thread % 32 / 4, t = thread % 4, together = 1 + S::GROUPS + group;
     const int row = tile.q0 + 64 * group + 16 * warp + g;
     if (thread == 0) store_wait_read<0>(); // the tile before has left
@@ -221,7 +221,7 @@ template <typename T, typename S> __device__ static inline void forward_store(Ho
 // One step takes the scores of a tile of keys, and the values of the tile of the step before, which may belong to the block's
 // tile before: then that one is complete and is stored.
 template <typename T, typename S> __device__ static inline void forward_consume(HopperForwardShared<S> &m, int group, const CUtensorMap *map_out, float *lse,
-                                                                                const AttentionShape &shape, const ForwardOrder &order, float scale_log2) {
+                                                                                const AttentionShape &shape, float scale_log2) {
     const int thread = threadIdx.x % WARPGROUP, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const int my_turn = 1 + group, next_turn = 1 + (group + 1) % S::GROUPS; // named barriers
     ForwardTile tile, before;
@@ -290,7 +290,7 @@ template <typename T, typename S> __device__ static inline void forward_consume(
             ring_next<S::STAGES>(k);
             const bool moved = softmax_tile<false>(s, rows, shrink, scale_log2);
             wgmma_hold(s);
-            if (moved) {
+            if (moved) { // rare, but without a branch here the compiler moves the wait up, over the exponentials
                 wgmma_wait<0>();
                 wgmma_hold(o);
 #pragma unroll
@@ -341,7 +341,7 @@ attention_forward_hopper_kernel(const __grid_constant__ CUtensorMap map_q, const
         if (threadIdx.x == S::GROUPS * WARPGROUP) forward_produce<S>(m, &map_q, &map_kv, shape, order);
     } else {
         registers_increase<S::CONSUMER_REGISTERS>();
-        forward_consume<T, S>(m, group, &map_out, lse, shape, order, scale_log2);
+        forward_consume<T, S>(m, group, &map_out, lse, shape, scale_log2);
     }
 #endif
 }
@@ -353,7 +353,8 @@ template <typename T, typename S> static void launch(Tensor out, Tensor lse, Ten
     const CUtensorMap map_q = tensor_map_make(qkv, 0, {shape.HS, 3 * shape.NH, shape.T, shape.B}, {shape.HS, 3 * C, 3 * C * shape.T}, {64, 1, 64, 1});
     const CUtensorMap map_kv = tensor_map_make(qkv, 0, {shape.HS, 3 * shape.NH, shape.T, shape.B}, {shape.HS, 3 * C, 3 * C * shape.T}, {64, 1, S::BN, 1});
     const CUtensorMap map_out = tensor_map_make(out, 0, {shape.HS, shape.NH, shape.T, shape.B}, {shape.HS, C, C * shape.T}, {64, 1, 64, 1});
-    const ForwardOrder order = {(int)heads, (int)q_tiles, (int)min_i64(heads, max_i64(1, L2_SHARE / kv_bytes)), (int)end, (unsigned *)scratch_get(sizeof(unsigned), stream)};
+    const ForwardOrder order = {(int)heads, (int)q_tiles, (int)min_i64(heads, max_i64(1, L2_SHARE / kv_bytes)), (int)end,
+                                (unsigned *)scratch_get(sizeof(unsigned), stream)};
     cudaCheck(cudaMemsetAsync(order.taken, 0, sizeof(unsigned), (cudaStream_t)stream));
     const unsigned blocks = grid_blocks(min_i64(heads * q_tiles, sm_count()));
     const int64_t bytes = sizeof(HopperForwardShared<S>);
