@@ -448,15 +448,18 @@ static void config_resolve_zero(ConfigReader *r) {
                        ": before, kernels add to whole gradients, which are fp32; raise the stage, or remove the key", z->stage);
     bool sends = D > 1;
     if ((z->stage == 0 || z->stage == 3) && config_given(c, ZERO_KEY("allgather_bucket_size")))
-        config_say_key(r, CONFIG_INFO, ZERO_KEY("allgather_bucket_size"), z->stage == 0 ? "has no effect at stage 0, which gathers nothing" : "has no effect at stage 3, where stage3_prefetch_bucket_size has its place");
+        config_say_key(r, CONFIG_INFO, ZERO_KEY("allgather_bucket_size"), z->stage == 0 ? "has no effect at stage 0, which gathers no weights" :
+                       "has no effect at stage 3, where stage3_prefetch_bucket_size has its place");
     if (!z->load_from_fp32_weights && c->dtype == DTYPE_FP32)
         config_say_key(r, CONFIG_INFO, ZERO_KEY("load_from_fp32_weights"), "has no effect in fp32, where weights are their own masters");
     if (!sends && config_given(c, "communication_data_type"))
         config_say_key(r, CONFIG_NOTICE, "communication_data_type", "has no effect with one data-parallel rank");
     else if (sends && c->dtype != DTYPE_FP32 && !config_given(c, "communication_data_type"))
-        config_say(r, CONFIG_INFO, 0, "", "", "communication_data_type is not given: fp32, so that all stages train alike (DeepSpeed takes %s)", dtype_name(c->dtype));
+        config_say(r, CONFIG_INFO, 0, "", "", "communication_data_type is not given: fp32, so that all stages train alike (DeepSpeed takes %s)",
+                   dtype_name(c->dtype));
     else if (sends && z->communication_data_type == DTYPE_FP16 && c->dtype != DTYPE_FP16)
-        config_say_key(r, CONFIG_NOTICE, "communication_data_type", "without a loss scale gradients below 6e-8 are lost on their way; bf16 keeps them");
+        config_say_key(r, CONFIG_NOTICE, "communication_data_type",
+                       "without a loss scale gradients below 6e-8 are lost on their way; bf16 keeps them");
     if (!c->run.deterministic) config_say_key(r, CONFIG_INFO, RUN_KEY("deterministic"), "has no effect here: equal runs always give equal bits");
     if (c->parallel.pipeline > 1 && z->overlap_comm && config_given(c, ZERO_KEY("overlap_comm")))
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("overlap_comm"), "has no effect with a pipeline");
@@ -484,7 +487,8 @@ static void config_resolve_zero(ConfigReader *r) {
         config_say_key(r, CONFIG_PROBLEM, "gradient_predivide_factor",
                        "cannot be with zero_optimization.stage %" PRId64 " and reduce_scatter; remove it", z->stage);
     if (z->stage == 3 && z->gradient_allreduce_op)
-        config_say_key(r, CONFIG_PROBLEM, "gradient_allreduce_op", "cannot be with zero_optimization.stage 3, as in DeepSpeed; remove it, or lower the stage");
+        config_say_key(r, CONFIG_PROBLEM, "gradient_allreduce_op",
+                       "cannot be with zero_optimization.stage 3, as in DeepSpeed; remove it, or lower the stage");
     if (z->prescale_gradients && z->gradient_predivide_factor != 1)
         config_say_key(r, CONFIG_NOTICE, "gradient_predivide_factor", "has no effect with prescale_gradients");
     if (o->zero_quantized_gradients && !z->reduce_scatter)

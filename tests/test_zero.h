@@ -139,10 +139,14 @@ static void gradient_way(Test *t, int stage, DType communication, DType accumula
         device_copy(got, part.data, n * dtype_bytes(shard), COPY_TO_HOST, s);
         stream_sync(s);
         char what[160];
-        snprintf(what, sizeof what, "stage %d, sent in %s by %s, summed in %s: gradient of unit %d", stage, dtype_name(wire), reduce_scatter ? "reduce-scatter" : "all-reduce", dtype_name(shard), u);
+        snprintf(what, sizeof what, "stage %d, sent in %s by %s, summed in %s: gradient of unit %d", stage, dtype_name(wire),
+                 reduce_scatter ? "reduce-scatter" : "all-reduce", dtype_name(shard), u);
         t->compared += n;
         for (int64_t i = 0; i < n; i++)
-            if (sum[i] != dtype_load(got, shard, i)) { test_fail(t, "%s: element %" PRId64 " is %g, expected %g", what, i, (double)dtype_load(got, shard, i), (double)sum[i]); break; }
+            if (sum[i] != dtype_load(got, shard, i)) {
+                test_fail(t, "%s: element %" PRId64 " is %g, expected %g", what, i, (double)dtype_load(got, shard, i), (double)sum[i]);
+                break;
+            }
         free(got);
         free(sum);
         free(host);
@@ -158,7 +162,8 @@ static void gradient_way(Test *t, int stage, DType communication, DType accumula
         Tensor part = zero_grad_part(z, row->unit, row->offset + first - z->unit[row->unit].update_first, last - first);
         device_copy(there, part.data, (last - first) * dtype_bytes(part.dtype), COPY_TO_HOST, s);
         stream_sync(s);
-        for (int64_t i = 0; i < last - first; i++) expect_true(t, seen[first + i] == dtype_load(there, part.dtype, i), "element %" PRId64 " reads %g", i, (double)seen[first + i]);
+        for (int64_t i = 0; i < last - first; i++)
+            expect_true(t, seen[first + i] == dtype_load(there, part.dtype, i), "element %" PRId64 " reads %g", i, (double)seen[first + i]);
     }
     free(seen);
     free(there);
@@ -394,7 +399,8 @@ static void test_overlap(Test *t) {
         trace_end();
         expect_true(t, trace.n > 0, "nothing was started");
         for (int i = 0; i < trace.n; i++)
-            expect_true(t, (trace.row[i].stream != trainer->stream) == overlap, "overlap_comm %d: collective %d is on the %s stream", overlap, i, trace.row[i].stream == trainer->stream ? "computation's" : "other");
+            expect_true(t, (trace.row[i].stream != trainer->stream) == overlap, "overlap_comm %d: collective %d is on the %s stream", overlap, i,
+                        trace.row[i].stream == trainer->stream ? "computation's" : "other");
         zero_trainer_free(trainer);
         free(c);
     }
@@ -507,7 +513,8 @@ static void test_load_from_fp32_weights(Test *t) {
             for (int64_t i = 0; i < n; i++) {
                 float want = way % 2 ? saved[i] : bf16_to_float(master_to_bf16(saved[i]));
                 rounded += want != saved[i];
-                expect_true(t, loaded[i] == want, "stage %d, load_from_fp32_weights %d: master %" PRId64 " is %.9g, expected %.9g", (int)c->zero.stage, way % 2, i, (double)loaded[i], (double)want);
+                expect_true(t, loaded[i] == want, "stage %d, load_from_fp32_weights %d: master %" PRId64 " is %.9g, expected %.9g",
+                            (int)c->zero.stage, way % 2, i, (double)loaded[i], (double)want);
             }
             free(loaded);
         }
@@ -524,6 +531,7 @@ static void test_load_from_fp32_weights(Test *t) {
 static const TestRow zero_tests[] = {
     {"keys that change no bit", test_keys_without_a_bit}, {"gradients on their way", test_gradients_on_their_way}, {"rounded runs", test_rounded_runs},
     {"many micro-batches", test_many_micro_batches}, {"traffic", test_traffic}, {"live parameters", test_live_parameters}, {"persistence", test_persistence},
-    {"look-ahead", test_look_ahead}, {"reduce_bucket_size", test_reduce_buckets}, {"overlap", test_overlap}, {"prescale_gradients", test_prescale}, {"gradient_allreduce_op", test_allreduce_op},
+    {"look-ahead", test_look_ahead}, {"reduce_bucket_size", test_reduce_buckets}, {"overlap", test_overlap},
+    {"prescale_gradients", test_prescale}, {"gradient_allreduce_op", test_allreduce_op},
     {"bytes of gradients", test_gradient_bytes}, {"fourteen bytes", test_fourteen_bytes}, {"load_from_fp32_weights", test_load_from_fp32_weights}, {NULL, NULL},
 };
