@@ -59,6 +59,13 @@ int ncclAllGather(const void *in, void *out, size_t n, int t, Comm c, Stream s) 
     after(due, s);
     return result;
 }
+int ncclAlltoAll(const void *in, void *out, size_t n, int t, Comm c, Stream s) {
+    int due = is_due();
+    before(due);
+    int result = REAL("ncclAlltoAll", int (*)(const void *, void *, size_t, int, Comm, Stream))(in, out, n, t, c, s);
+    after(due, s);
+    return result;
+}
 int ncclReduceScatter(const void *in, void *out, size_t n, int t, int op, Comm c, Stream s) {
     int due = is_due();
     before(due);
