@@ -113,7 +113,7 @@ BUGS = [
      "the hash of a part does not know its place"),
     ("replicas.cu", "z->unit[u].dedicated && zero_is_current(z, u)", "z->unit[u].dedicated", "parallel@2",
      "copies that are not gathered yet are compared"),
-    ("zero.cu", "+ l.wire_bytes + l.staging_numel * 4;", "+ l.wire_bytes;", "parallel@2",
+    ("zero.cu", "(layout_staging_in_parts(&l) ? 0 : l.staging_numel * 4);", "0;", "parallel@2",
      "the plan forgets the way out"),
     ("acts.cu", "slot = 2 * acts_tokens_bytes(l) + acts_dx_bytes(l);", "slot = 2 * acts_tokens_bytes(l);", "parallel",
      "the plan forgets the gradient of the residual stream"),
