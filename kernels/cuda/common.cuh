@@ -112,10 +112,11 @@ template <typename Kernel> static inline int64_t blocks_at_once(Kernel kernel, i
     return (int64_t)sm_count() * max_i64(1, per_sm);
 }
 
-// Lets a kernel have `bytes` of dynamic shared memory; above 48 KB that must be asked for.
+// Lets a kernel have `bytes` of dynamic shared memory. Above 48 KB that must be asked for, and what the kernel declares itself
+// (at most a few KB) counts: exactly 48 KB are too many for a kernel that declares 256 bytes.
 template <typename Kernel> static inline void shared_bytes_allow(Kernel kernel, int64_t bytes) {
     CHECK(bytes <= shared_bytes_max(), "%" PRId64 " bytes of shared memory, of %" PRId64, bytes, shared_bytes_max());
-    if (bytes > 48 * 1024) cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
+    if (bytes > 32 * 1024) cudaCheck(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes));
 }
 
 // ---------------------------------------------------------------------------------------------------------------
