@@ -119,6 +119,10 @@ BUGS = [
      "the plan forgets the gradient of the residual stream"),
     ("zero.cu", "bytes[MEMORY_OPTIMIZER_STATES] += l.n_states * u->state_bytes;", "bytes[MEMORY_OPTIMIZER_STATES] += u->state_bytes;", "tables",
      "the plan counts one state of AdamW"),
+    ("zero.cu", "sum_parts(sum, parts, into_shard && zero_sum_adds(z, s), z->reduce_stream);", "sum_parts(sum, parts, false, z->reduce_stream);", "parallel@2",
+     "an exchange forgets the sums of earlier micro-batches"),
+    ("zero.cu", "comm_all_to_all(z->reduce_group, z->parts, s->wire, s->shard_numel,", "if (false) comm_all_to_all(z->reduce_group, z->parts, s->wire, s->shard_numel,", "parallel@2",
+     "an exchange never starts"),
 ]
 
 
