@@ -47,7 +47,6 @@ typedef struct {
     ncclComm_t comm; // null: free
     int size, rank;  // of the group
     bool in_batch;   // has a part in the batch being collected
-    bool direct;     // Group.direct
     int watch;       // its number in watch.h
     uint64_t number; // of the last collective, as watch.h counts
     Stream stream;   // of the last collective
@@ -274,6 +273,14 @@ static void nccl_memory_free(void *p, const Channel *c) {
     if (result != ncclSuccess) nccl_failed(result, c, "ncclMemFree");
 }
 
+static bool window_possible(Channel *c) {
+    void *probe = memory_of_nccl(WINDOW_BYTES);
+    ncclWindow_t handle = window_register(c, probe, WINDOW_BYTES);
+    window_deregister(c, handle);
+    nccl_memory_free(probe, c);
+    return handle != NULL;
+}
+
 // The communicator of a group. direct: by copy engines.
 static ncclResult_t comm_init(Channel *c, ncclUniqueId id, bool direct) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
@@ -293,7 +300,8 @@ Group comm_group_create(const int *rank, int n, bool direct) {
     } Offer;
     static uint32_t calls; // the same on all ranks
     calls++;
-    Group g = {n, 0, 0, direct && n > 1 && copy_engines_usable()};
+    const bool wanted = direct && copy_engines_usable();
+    Group g = {n, 0, 0, wanted && n > 1};
     for (int i = 0; i < n; i++) {
         CHECK(rank[i] >= 0 && rank[i] < star.world && (i == 0 || rank[i] > rank[i - 1]), "rank %d at %d of a group", rank[i], i);
         if (rank[i] == star.rank) g.rank = i;
@@ -320,14 +328,7 @@ Group comm_group_create(const int *rank, int n, bool direct) {
         for (g.channel = 1; g.channel < CHANNELS_MAX && channels[g.channel].comm; g.channel++) {}
         CHECK(g.channel < CHANNELS_MAX, "%d groups", g.channel);
         nccl_settle(comm_init(&c, offer[rank[0]].id, g.direct), &c, "ncclCommInitRankConfig", GROUP_SECONDS);
-        if (g.direct) {
-            void *probe = memory_of_nccl(WINDOW_BYTES);
-            ncclWindow_t handle = window_register(&c, probe, WINDOW_BYTES);
-            g.direct = handle != NULL;
-            window_deregister(&c, handle);
-            nccl_memory_free(probe, &c);
-        }
-        c.direct = g.direct;
+        if (g.direct) g.direct = window_possible(&c);
         if (!counters) counters_make();
         counters[g.channel].started = counters[g.channel].done = 0;
         c.watch = stream_write ? watch_channel_open(calls << 16 | (uint32_t)rank[0], &counters[g.channel]) : -1;
@@ -336,6 +337,11 @@ Group comm_group_create(const int *rank, int n, bool direct) {
         pthread_mutex_unlock(&channels_lock);
     }
     free(offer);
+    if (wanted) { // a rank that cannot decides for all: they must use the same collectives
+        double possible = n <= 1 || g.direct;
+        star_all_reduce(&star, &possible, 1, COMM_MIN);
+        g.direct = g.direct && possible > 0;
+    }
     return g;
 }
 

@@ -7,7 +7,7 @@
 // forgotten wait goes unnoticed here (comm_mpi.cpp finds those).
 //
 // FAKE_GPUS is what cudaGetDeviceCount says. FAKE_NCCL injects a fault, on the rank FAKE_RANK alone if that is set:
-//     nowindow memory cannot be registered
+//     nowindow memory cannot be registered; nowindow_here: by FAKE_RANK
 //     init     communicators never get ready        usage   collectives refuse, as with two ranks on one GPU
 //     async    the third collective of a communicator fails in the background while its call hangs
 //     lost     at the third collective the process of FAKE_RANK ends with code 75, and the others hang in the call
@@ -258,7 +258,7 @@ ncclResult_t ncclMemAlloc(void **data, size_t bytes) {
 }
 ncclResult_t ncclMemFree(void *data) { free(data); return ncclSuccess; }
 ncclResult_t ncclCommWindowRegister(ncclComm_t c, void *data, size_t, ncclWindow_t *window, int) {
-    *window = fault_anywhere("nowindow") ? NULL : (ncclWindow_t)data;
+    *window = fault_anywhere("nowindow") || fault("nowindow_here") ? NULL : (ncclWindow_t)data;
     c->windows += *window != NULL;
     return ncclSuccess;
 }
