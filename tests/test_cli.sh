@@ -199,7 +199,7 @@ row_early_ends_under_mpirun() {
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
     for arguments in --help --version "-c config.json --check-config" "-c config.json --plan"; do
         # shellcheck disable=SC2086
-        timeout --kill-after=5 60 mpirun -n 2 "$binary" $arguments >out 2>err </dev/null
+        ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun -n 2 "$binary" $arguments >out 2>err </dev/null # MPI keeps what it allocates
         equal "mpirun's exit code after $arguments" $? 0
     done
     equal "ranks that print" "$(grep -ac ' parameters; ' out)" 1
