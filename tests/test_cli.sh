@@ -195,7 +195,7 @@ row_too_large_for_memory() {
 # mpirun calls a rank that leaves without MPI's own goodbye a crash.
 row_early_ends_under_mpirun() {
     local arguments
-    if ! command -v mpirun >/dev/null || ! ldd "$binary" | grep -q libmpi; then skip "this build has no MPI, or there is no mpirun"; return; fi
+    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
     for arguments in --help --version "-c config.json --check-config" "-c config.json --plan"; do
         # shellcheck disable=SC2086
