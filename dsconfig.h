@@ -1429,21 +1429,23 @@ static void config_apply_environment(Config *config) {
     }
 }
 
-// Prints the report; a configuration that is refused ends the program. Every rank comes to the same verdict, and one tells it.
+// Prints the report; a configuration that is refused ends the program. Every rank comes to the same verdict, and one tells it
+// (see rank_tells).
 // trains: choices that the program made for training are worth a line.
 static void config_tell(const ConfigReport *report, bool trains) {
-    bool speaks = message_rank == 0, refused = config_refusals(report) > 0;
+    bool refused = config_refusals(report) > 0, speaks = message_rank == 0 || (refused && rank_tells());
+    char rank[32] = "";
+    if (message_rank > 0) snprintf(rank, sizeof rank, "rank %d: ", message_rank);
     int64_t listed = 0;
     for (int i = 0; i < report->count && speaks; i++) {
         bool refusal = report->message[i].kind == CONFIG_PROBLEM || report->message[i].kind == CONFIG_UNBUILT;
         listed += refusal;
-        if (refusal) fprintf(stderr, "%s\n", report->message[i].text);
+        if (refusal) fprintf(stderr, "%s%s\n", rank, report->message[i].text);
         else if (!refused && (trains || report->message[i].kind != CONFIG_INFO)) note("%s", report->message[i].text);
     }
     if (!refused) return;
-    if (speaks && listed < config_refusals(report)) fprintf(stderr, "%" PRId64 " more problems are not listed\n", config_refusals(report) - listed);
+    if (speaks && listed < config_refusals(report)) fprintf(stderr, "%s%" PRId64 " more problems are not listed\n", rank, config_refusals(report) - listed);
     fflush(stderr);
-    if (!speaks) usleep(500000); // a launcher ends the job when the first rank leaves: let the one that tells come first
     _exit(EXIT_CONFIG);
 }
 

@@ -486,6 +486,8 @@ static void config_resolve_zero(ConfigReader *r) {
     if (z->stage >= 2 && z->reduce_scatter && z->gradient_predivide_factor != 1)
         config_say_key(r, CONFIG_PROBLEM, "gradient_predivide_factor",
                        "cannot be with zero_optimization.stage %" PRId64 " and reduce_scatter; remove it", z->stage);
+    if (z->gradient_predivide_factor < 1e-18 || z->gradient_predivide_factor > 1e18)
+        config_say_key(r, CONFIG_PROBLEM, "gradient_predivide_factor", "takes gradients out of the range of fp32; give a number between 1e-18 and 1e18");
     if (z->stage == 3 && z->gradient_allreduce_op)
         config_say_key(r, CONFIG_PROBLEM, "gradient_allreduce_op",
                        "cannot be with zero_optimization.stage 3, as in DeepSpeed; remove it, or lower the stage");

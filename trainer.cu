@@ -152,7 +152,7 @@ static const struct {
     {'o', "optimizer.", "optimizer", false},
     {'l', "scheduler. train_gpt.run.lr_schedule train_gpt.run.warmup_steps train_gpt.run.total_steps train_gpt.run.final_lr_frac", "learning-rate schedule", false},
     {'c', "gradient_clipping", "gradient_clipping", false},
-    {'p', "fp16. bf16.", "precision (fp16, bf16)", false},
+    {'p', "fp16. bf16. communication_data_type data_types.grad_accum_dtype gradient_predivide_factor prescale_gradients", "precision (fp16, bf16, types and factors of gradients)", false},
     {'d', "train_gpt.data.shuffle dataloader_drop_last", "order of the data (shuffle, dataloader_drop_last)", false},
 };
 enum { DIGEST_PARTS = sizeof digest_parts / sizeof *digest_parts };

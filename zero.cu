@@ -7,7 +7,7 @@
 // a rank sends and receives (N-1)/N):
 //
 //              weights   gradients   masters + states   summed         gathered
-//     stage 0    2 P        4 P          10 P           4 P            4 P            sums go to everybody
+//     stage 0    2 P        4 P          10 P           4 P            4 P (sums)     sums go to everybody
 //     stage 1    2 P        4 P          10 P / N       4 P            2 P            each rank updates its part, then the parts are gathered
 //     stage 2    2 P        4 P / N      10 P / N       4 P m          2 P            a unit's gradient is summed into its parts as soon as it is whole
 //     stage 3    2 P / N    4 P / N      10 P / N       4 P m          up to 4 P m    a unit's weights are gathered before it computes, dropped after

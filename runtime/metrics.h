@@ -58,6 +58,14 @@ static void make_folders(const char *path, const char *key) {
     }
 }
 
+// A record that a crash or a full disk has cut off goes, so that the next one begins on a line of its own.
+static void log_drop_torn(int fd) {
+    char c;
+    off_t end = lseek(fd, 0, SEEK_END), keep = end;
+    while (keep > 0 && pread(fd, &c, 1, keep - 1) == 1 && c != '\n') keep--;
+    if (keep < end && ftruncate(fd, keep) != 0) note("the step log ends in half a record, which cannot be removed: %s", strerror(errno));
+}
+
 static void metrics_init(Metrics *m, const char *output_dir, int64_t steps, int64_t steps_per_print, int ranks, double flops_per_token, DType dtype) {
     char shown[512];
     memset(m, 0, sizeof *m);
@@ -67,10 +75,11 @@ static void metrics_init(Metrics *m, const char *output_dir, int64_t steps, int6
     m->flops_per_token = flops_per_token;
     m->peak_flops = device_peak_flops(device_info().name, dtype);
     snprintf(m->log_path, sizeof m->log_path, "%s/log.jsonl", output_dir);
-    m->log_fd = open(m->log_path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW, 0666);
+    m->log_fd = open(m->log_path, O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW, 0666);
     if (m->log_fd < 0)
         die(EXIT_CANTCREAT, "train_gpt.run.output_dir: cannot write %s: %s; choose another folder or change its permissions",
             text_escape(shown, sizeof shown, m->log_path, strlen(m->log_path)), strerror(errno));
+    log_drop_torn(m->log_fd);
 }
 
 static void metrics_free(Metrics *m) {
@@ -95,6 +104,7 @@ PRINTF_LIKE(2, 3) static void metrics_log(Metrics *m, const char *format, ...) {
     line[n] = '\n';
     if (m->log_fd < 0 || file_write_all(m->log_fd, line, n + 1)) return;
     note("%s: %s; training goes on without the log", m->log_path, strerror(errno));
+    log_drop_torn(m->log_fd);
     close(m->log_fd);
     m->log_fd = -1;
 }

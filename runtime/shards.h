@@ -264,7 +264,7 @@ static void data_find(TokenFiles *f, const char *pattern, const char *key) {
         n = found.gl_pathc;
     }
     if (n == 0)
-        die_alike(EXIT_DATA, "%s: %s \"%s\"; give token shards such as \"data/*_train_*.bin\" (data/prepare.py makes them) or a .txt file", key,
+        die_alike(EXIT_DATA, "%s: %s \"%s\"; give token shards such as \"data/*_train_*.bin\" (data/prepare.py makes them) or a .txt file (make quickstart writes data/corpus)", key,
             strpbrk(pattern, "*?[") ? "no file matches" : "there is no file", data_show(shown, sizeof shown, pattern));
     f->n_shards = (int64_t)n;
     f->shard = (Shard *)host_alloc(n * sizeof(Shard));

@@ -94,10 +94,14 @@ __attribute__((noreturn)) PRINTF_LIKE(2, 3) static inline void die(int code, con
     _exit(code); // not exit(): no handler may hang the way out
 }
 
-// The same for what all ranks find out alike: rank 0 tells it, the others give it the time to.
+// Is this the rank to tell what all ranks find out alike? Rank 0 is, at once, and its end ends the job. Where rank 0 has nothing to
+// tell (one host lacks the file), the job is still there after a while, and the rank that has speaks for itself.
+static inline bool rank_tells(void) { return message_rank == 0 || usleep(1500000) == 0; }
+
+// The same for what all ranks find out alike.
 #define die_alike(code, ...)                                                                                           \
     do {                                                                                                               \
-        if (message_rank > 0) { usleep(500000); _exit(code); }                                                         \
+        if (!rank_tells()) _exit(code);                                                                                \
         die(code, __VA_ARGS__);                                                                                        \
     } while (0)
 

@@ -206,6 +206,21 @@ row_early_ends_under_mpirun() {
     prints "      2      2      1       4  "
 }
 
+# Where only another rank than 0 has something to refuse, that rank says it.
+row_refusal_of_one_rank() {
+    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    local second says
+    while IFS='|' read -r second says; do
+        # shellcheck disable=SC2086
+        ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun -n 1 "$binary" -c config.json : -n 1 "$binary" $second >out 2>err </dev/null
+        equal "mpirun's exit code with $second" $? 2
+        equal "lines of rank 1 that say \"$says\"" "$(grep -ac "rank 1: .*$says" err)" 1
+    done <<<'-c missing.json|missing.json
+-c config.json zero_optimization.stage=9|zero_optimization.stage
+-c config.json --bogus|--bogus'
+}
+
 row_misspelt_key() {
     sed -i 's/"gradient_clipping"/"gradient_cliping"/' config.json
     refuses 2 -c config.json
@@ -361,7 +376,16 @@ row_full_disk() {
     expect "exit code $(cat code) is 73 or 74" grep -qxE '73|74' code
     says "free"
     equal "checkpoints under a final name" "$(find kept -path '*step-*' | wc -l)" 0
-    expect "the log is whole lines of JSON" python3 -c 'import json; [json.loads(l) for l in open("kept/log.jsonl") if l.endswith("\n")]'
+    expect "the log is whole lines of JSON" python3 -c 'import json; [json.loads(l) for l in open("kept/log.jsonl")]'
+}
+
+# Half a record at the end of the log, as a crash or a full disk leaves it, does not spoil the next one.
+row_torn_log() {
+    mkdir out_dir
+    printf '{"step":1}\n{"step":2,"lo' >out_dir/log.jsonl
+    timeout 60 "$binary" -c config.json >out 2>err </dev/null
+    equal "exit code" $? 0
+    expect "the log is lines of JSON, the whole record among them" python3 -c 'import json; r = [json.loads(l) for l in open("out_dir/log.jsonl")]; assert r[0] == {"step": 1} and r[1]["event"] == "start", r[:2]'
 }
 
 row_streams_closed() {

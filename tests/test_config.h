@@ -624,6 +624,7 @@ static void test_combinations(Test *t) {
         {"{" MICRO ", \"prescale_gradients\": true, \"gradient_predivide_factor\": 2, \"zero_optimization\": {\"stage\": 2}}", "", 2, "prescale_gradients gradient_predivide_factor", "", NULL, NULL},
         {"{" MICRO ", \"prescale_gradients\": true, \"gradient_predivide_factor\": 2, \"zero_optimization\": {\"stage\": 1}}", "", 2, "", "", "gradient_predivide_factor", "has no effect with prescale_gradients"},
         {"{" MICRO ", \"prescale_gradients\": true, \"zero_optimization\": {\"stage\": 2, \"reduce_scatter\": false}}", "", 2, "", "", "", NULL},
+        {"{" MICRO ", \"gradient_predivide_factor\": 1e39}", "", 2, "gradient_predivide_factor", "", "", "between 1e-18 and 1e18"},
         {"{" MICRO ", \"gradient_predivide_factor\": 0}", "", 2, "gradient_predivide_factor", "", "", "must be above 0"},
         {ZERO("\"stage\": 3, \"zero_quantized_gradients\": true, \"reduce_scatter\": false"), "", 2, "zero_optimization.zero_quantized_gradients", "", "", NULL},
         {ZERO("\"stage\": 1, \"allgather_bucket_size\": 5"), "", 2, "zero_optimization.allgather_bucket_size", "", "", "is odd; give 4"},
@@ -1269,12 +1270,14 @@ static void test_command_line(Test *t) {
             expect_true(t, newline && newline[1] == 0, "%s: more than one line: %s", label, text);
         }
     }
-    // a rank other than 0 comes to the same verdict in silence
+    // a rank other than 0 that nobody ends meanwhile tells its verdict itself, as one line
     static const char *const alike[] = {"no.such=1", "--no-such-option"};
     for (int i = 0; i < 2; i++) {
-        LoadCase silent = {alike[i], "WORLD_SIZE=2|RANK=1", good, 1};
-        expect_equal_i64(t, "code on rank 1", run_in_child(load_child, &silent, text), 2);
-        expect_equal_text(t, "what rank 1 says", text, "");
+        LoadCase alone = {alike[i], "WORLD_SIZE=2|RANK=1", good, 1};
+        expect_equal_i64(t, "code on rank 1", run_in_child(load_child, &alone, text), 2);
+        char *newline = strchr(text, '\n');
+        expect_contains(t, "what rank 1 says", text, "rank 1: ");
+        expect_true(t, newline && newline[1] == 0, "rank 1 says more than one line: %s", text);
     }
     unlink(good); unlink(huge); unlink(fifo); unlink(link); unlink(empty);
     expect_true(t, rmdir(folder) == 0, "%s is not empty", folder);
