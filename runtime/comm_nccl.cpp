@@ -186,7 +186,7 @@ static void require_gpu(CommWorld w) {
         die(EXIT_CONFIG, "local rank %d of %d on this host, which shows %d GPU%s; start at most one rank a GPU, and let every rank see all GPUs "
             "of its host (CUDA_VISIBLE_DEVICES; with Slurm --gpus-per-node, not --gpus-per-task)", w.local_rank, w.local_world, n_gpus,
             n_gpus == 1 ? "" : "s");
-    usleep(500000); // as in die_alike
+    usleep(500000); // as in die_told
     _exit(EXIT_CONFIG);
 }
 

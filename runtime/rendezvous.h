@@ -463,7 +463,7 @@ static void rendezvous_call(Star *star, const Launch *l, double limit_s) {
     const char *why = socket_exactly(zero->fd, bytes, sizeof bytes, false, clock_seconds() + limit_s + 2 * ANSWER_SECONDS);
     if (!why && !answer_parse(bytes, &answer)) why = "its answer makes no sense";
     if (why) die(EXIT_PEER, "rank 0 is lost during the start: %s", why[0] ? why : "it closed the connection");
-    if (answer.code == ANSWER_REFUSED) die_alike(answer.exit_code, "%s", answer.text);
+    if (answer.code == ANSWER_REFUSED) die_told(answer.exit_code, "%s", answer.text);
     star->local_rank = answer.local_rank;
     star->local_world = answer.local_world;
     star->n_hosts = answer.n_hosts;

@@ -136,7 +136,7 @@ __attribute__((noreturn)) static void star_lost(Star *s, const Peer *lost, const
     Frame news; // rank 0's last words may lie behind the end of the connection
     bool whole = recv(lost->fd, &news, sizeof news, MSG_DONTWAIT) == (ssize_t)sizeof news;
     if (whole && frame_check(&news, &news, s->world) == FRAME_SAYS_LOST) rank = news.rank;
-    if (rank != 0) die_alike(EXIT_PEER, "rank %d is lost, says rank 0, during %s", rank, during);
+    if (rank != 0) die_told(EXIT_PEER, "rank %d is lost, says rank 0, during %s", rank, during);
     die(EXIT_PEER, "rank 0 (host %s) is lost: %s, during %s", lost->host, why[0] ? why : "it closed its connection", during);
 }
 
@@ -155,7 +155,7 @@ static bool transfer_step(Star *s, Transfer *all, int n, Transfer *t, Frame *roo
         switch (frame_check(room, &t->frame, s->world)) {
             case FRAME_EXPECTED: break;
             case FRAME_SAYS_LOST:
-                if (s->rank != 0) die_alike(EXIT_PEER, "rank %d is lost, says rank 0, during %s", room->rank, during);
+                if (s->rank != 0) die_told(EXIT_PEER, "rank %d is lost, says rank 0, during %s", room->rank, during);
                 star_lost(s, t->peer, during, "what it sent makes no sense", all, n);
             case FRAME_OF_OTHER_CALL:
                 die(EXIT_INTERNAL, "rank %d is at exchange %u (kind %u, %" PRId64 " bytes, rank %d), rank %d at exchange %u (%s, %" PRId64

@@ -105,6 +105,13 @@ static inline bool rank_tells(void) { return message_rank == 0 || usleep(1500000
         die(code, __VA_ARGS__);                                                                                        \
     } while (0)
 
+// The same where rank 0 has told the others, and so tells the user too.
+#define die_told(code, ...)                                                                                            \
+    do {                                                                                                               \
+        if (message_rank > 0) { usleep(500000); _exit(code); }                                                         \
+        die(code, __VA_ARGS__);                                                                                        \
+    } while (0)
+
 // A line for the user that changes nothing: "note: ..." on stderr.
 PRINTF_LIKE(1, 2) static inline void note(const char *format, ...) {
     va_list args;
