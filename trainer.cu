@@ -174,7 +174,7 @@ static void digest_part(const Config *cfg, int part, char text[16]) {
         config_show_field(cfg, &config_keys[i], value, sizeof value);
         hash = rng_mix(hash ^ text_hash(config_keys[i].path) ^ rng_mix(text_hash(value)));
     }
-    if (digest_parts[part].is_number && strlen(value) < 10) snprintf(text, 16, "%s", value);
+    if (digest_parts[part].is_number && strlen(value) < 10) snprintf(text, 16, "%.15s", value);
     else snprintf(text, 16, "%05x", (unsigned)(hash >> 44));
 }
 
@@ -348,7 +348,7 @@ static void trainer_print_start(const Trainer *t) {
                         cfg->optimizer.weight_decay, cfg->gradient_clipping, cfg->gradient_clipping > 0 ? "" : " (off)", t->zero.opt.stage, t->zero.gather_group.size, t->zero.gather_group.size == 1 ? "" : "s");
         const ZeroOptions *zero = &t->zero.opt;
         char travel[64] = "";
-        if (t->zero.reduce_group.size > 1) snprintf(travel, sizeof travel, ", travel in %s (%s)", dtype_name(zero->communication_data_type), zero->reduce_scatter ? "reduce-scatter" : "all-reduce");
+        if (t->zero.reduce_group.size > 1) snprintf(travel, sizeof travel, ", travel in %s (%s)", dtype_name(zero->communication_data_type), layout_direct(&t->zero.layout) ? "direct exchange" : zero->reduce_scatter ? "reduce-scatter" : "all-reduce");
         print_table_row("gradients", "summed in %s%s", dtype_name(zero_shard_dtype(&t->zero)), travel);
         print_table_row("data", "%" PRId64 " tokens, %" PRId64 " samples an epoch, %s", t->train.total_tokens, t->train.samples_per_epoch, cfg->data.shuffle ? "shuffled" : "in file order");
     }
