@@ -135,6 +135,9 @@ $(BUILD)/%.o: runtime/%.cpp $(BUILD)/compile.flags
 	$(call run,compile,$(COMPILE) $(DEPFLAGS) -c $< -o $@)
 $(BUILD)/kernels_cpu_%.o: kernels/cpu/%.cpp $(BUILD)/compile.flags
 	$(call run,compile,$(COMPILE) $(DEPFLAGS) -c $< -o $@)
+# The optimizers' twins agree bit for bit, however they are compiled: no product is fused with a sum.
+$(BUILD)/kernels_cpu_optimizer.o: private COMPILE += -ffp-contract=off
+$(BUILD)/kernels_cuda_optimizer.o: private COMPILE_CUDA += --fmad=false
 $(BUILD)/kernels_cuda_%.o: kernels/cuda/%.cu $(BUILD)/cuda.flags
 	$(call run,nvcc   ,$(COMPILE_CUDA) $(DEPFLAGS) -c $< -o $@)
 

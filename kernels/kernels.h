@@ -34,6 +34,10 @@ typedef struct {
 
 namespace cpu {
 #include "kernel_list.h"
+// The optimizers' loops are compiled for several instruction sets, which give the same bits: 0 for any machine, then better
+// ones; the best that this machine has is taken unless a test or a benchmark says which. -1: the best. Returns its name; null, and
+// nothing changes, where the machine lacks it.
+const char *update_path(int path);
 }
 #ifdef USE_CUDA
 namespace cuda {

@@ -1327,6 +1327,123 @@ static void test_split_updates(Test *t) {
     for (int k = 0; k < 2 * 3 * 2 * 2; k++) split_updates_row(t, {k / 2 % 3, k / 6 % 2, k / 12 ? DTYPE_BF16 : DTYPE_FP32}, k % 2);
 }
 
+// fp32 arithmetic of which each result is rounded: a call each, across which no compiler fuses.
+__attribute__((noinline)) static float plus(float a, float b) { return a + b; }
+__attribute__((noinline)) static float minus(float a, float b) { return a - b; }
+__attribute__((noinline)) static float times(float a, float b) { return a * b; }
+__attribute__((noinline)) static float over(float a, float b) { return a / b; }
+__attribute__((noinline)) static float root(float a) { return sqrtf(a); }
+
+enum { RULE_ADAMW, RULE_ADAM_L2, RULE_LION, RULE_SGD_FIRST, RULE_SGD_NESTEROV, RULE_SGD_PLAIN, RULE_COUNT };
+static const AdamWArgs path_adamw = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.19f, 0.0975f, true}, path_adam = {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.19f, 0.0975f, false};
+static const SgdArgs path_sgd[] = {{1e-2f, 0.9f, 0.1f, 0.1f, false, true}, {1e-2f, 0.9f, 0.2f, 0.1f, true, false}, {1e-2f, 0, 0, 0.1f, false, false}};
+
+// One element by the formulas of kernel_list.h; returns the new master.
+static float rule_by_hand(int rule, float w, float g, float *m, float *v) {
+    if (rule == RULE_LION) {
+        const LionArgs a = lion_args;
+        const float direction = plus(times(a.beta1, *m), times(minus(1, a.beta1), g)), sign = direction > 0 ? 1 : direction < 0 ? -1 : direction;
+        *m = plus(times(a.beta2, *m), times(minus(1, a.beta2), g));
+        return minus(minus(w, times(times(a.lr, a.weight_decay), w)), times(a.lr, sign));
+    }
+    if (rule < RULE_LION) {
+        const AdamWArgs a = rule == RULE_ADAMW ? path_adamw : path_adam;
+        if (a.decoupled_decay) w = minus(w, times(times(a.lr, a.weight_decay), w));
+        else g = plus(g, times(a.weight_decay, w));
+        *m = plus(times(a.beta1, *m), times(minus(1, a.beta1), g));
+        *v = plus(times(a.beta2, *v), times(times(minus(1, a.beta2), g), g));
+        return minus(w, over(times(a.lr, over(*m, a.bias_correction1)), plus(root(over(*v, a.bias_correction2)), a.eps)));
+    }
+    const SgdArgs a = path_sgd[rule - RULE_SGD_FIRST];
+    g = plus(g, times(a.weight_decay, w));
+    if (a.momentum != 0) {
+        *m = a.first_update ? g : plus(times(a.momentum, *m), times(minus(1, a.dampening), g));
+        g = a.nesterov ? plus(g, times(a.momentum, *m)) : *m;
+    }
+    return minus(w, times(a.lr, g));
+}
+
+// Masters in fp32 that are the weights, or beside weights in 16 bits, or split.
+typedef struct {
+    int rule, n;
+    DType param, master, grad;
+} PathCase;
+enum { PATH_PARAM, PATH_MASTER, PATH_GRAD, PATH_M, PATH_V, PATH_CONTROL, PATH_CASE, PATH_OPERANDS };
+
+// Arrays start in the middle of lines, each elsewhere, unless n is a multiple of 64.
+static int path_shift(const PathCase *c, int operand) { return c->n % 64 ? (c->n + operand) % 7 : 0; }
+static Tensor path_tensor(RawOperand *op, int operand, DType t) {
+    const PathCase *c = (const PathCase *)op[PATH_CASE].bytes;
+    return tensor1((char *)op[operand].memory + path_shift(c, operand) * dtype_bytes(t), t, c->n);
+}
+static void call_path(RawOperand *op, bool backend, Stream s) {
+    const PathCase *c = (const PathCase *)op[PATH_CASE].bytes;
+    const UpdateControl *control = (const UpdateControl *)op[PATH_CONTROL].memory;
+    const Tensor master = path_tensor(op, PATH_MASTER, c->master), param = c->param == DTYPE_FP32 ? master : path_tensor(op, PATH_PARAM, c->param);
+    const Tensor grad = path_tensor(op, PATH_GRAD, c->grad), m = path_tensor(op, PATH_M, DTYPE_FP32), v = path_tensor(op, PATH_V, DTYPE_FP32);
+    if (c->rule <= RULE_ADAM_L2) KERNEL_CALL(adamw_update, param, master, grad, m, v, c->rule == RULE_ADAMW ? path_adamw : path_adam, control, s);
+    else if (c->rule == RULE_LION) KERNEL_CALL(lion_update, param, master, grad, m, lion_args, control, s);
+    else KERNEL_CALL(sgd_update, param, master, grad, c->rule == RULE_SGD_PLAIN ? tensor_none() : m, path_sgd[c->rule - RULE_SGD_FIRST], control, s);
+}
+
+enum { PATH_MOST = 40007, PATH_ROOM = PATH_MOST + 8 };
+// Path `path` of the CPU, or with backend the CUDA twin, against the formulas, every bit (but NaN's).
+static void path_row(Test *t, PathCase c, int path, bool backend) {
+    static float param[PATH_ROOM], master[PATH_ROOM], grad[PATH_ROOM], m[PATH_ROOM], v[PATH_ROOM], want_w[PATH_ROOM], want_m[PATH_ROOM], want_v[PATH_ROOM];
+    static const float gradients[] = {0, -0.0f, 1e-42f, -3e38f, INFINITY, NAN, 1e-30f};
+    UpdateControl control = {1, 1, 0.3f, 1};
+    RawOperand op[PATH_OPERANDS] = {{param, NULL, sizeof param}, {master, NULL, sizeof master}, {grad, NULL, sizeof grad}, {m, NULL, sizeof m}, {v, NULL, sizeof v}, {&control, NULL, sizeof control}, {&c, NULL, sizeof c}};
+    for (int i = 0; i < PATH_OPERANDS; i++) op[i].memory = op[i].bytes;
+    const bool split = c.master == DTYPE_REMAINDER;
+    const Tensor p = path_tensor(op, PATH_PARAM, c.param), w = path_tensor(op, PATH_MASTER, c.master), g = path_tensor(op, PATH_GRAD, c.grad), ms = path_tensor(op, PATH_M, DTYPE_FP32), vs = path_tensor(op, PATH_V, DTYPE_FP32);
+    for (int64_t i = 0; i < c.n; i++) {
+        const float start = split_master_value(i), gradient = i % 5 == 4 ? gradients[i / 5 % 7] : (float)rng_normal(6, 1, (uint64_t)i);
+        want_w[i] = start;
+        want_m[i] = i % 13 ? 0.01f * (float)rng_normal(6, 2, (uint64_t)i) : 0;
+        want_v[i] = i % 17 ? 0.01f * (float)rng_uniform(6, 3, (uint64_t)i) : 0;
+        if (split) {
+            ((uint16_t *)p.data)[i] = master_to_bf16(start);
+            ((uint16_t *)w.data)[i] = master_remainder(start);
+        } else ((float *)w.data)[i] = start;
+        dtype_store(g.data, c.grad, i, gradient);
+        ((float *)ms.data)[i] = c.rule == RULE_SGD_FIRST ? NAN : want_m[i];
+        ((float *)vs.data)[i] = want_v[i];
+        want_w[i] = rule_by_hand(c.rule, start, times(dtype_load(g.data, c.grad, i), control.grad_scale), &want_m[i], &want_v[i]);
+    }
+    if (!backend) cpu::update_path(path);
+    raw_run(call_path, op, PATH_OPERANDS, backend);
+    cpu::update_path(-1);
+    int64_t wrong = 0, example = -1;
+    for (int64_t i = 0; i < c.n; i++) {
+        const uint16_t weight = c.param == DTYPE_FP32 ? 0 : ((const uint16_t *)p.data)[i];
+        const float got = split ? master_join(weight, ((const uint16_t *)w.data)[i]) : ((const float *)w.data)[i];
+        bool same = same_float(got, want_w[i]) && same_float(((float *)ms.data)[i], want_m[i]) && same_float(((float *)vs.data)[i], want_v[i]);
+        if (c.param == DTYPE_BF16) same = same && weight == master_to_bf16(want_w[i]);
+        if (c.param == DTYPE_FP16) same = same && same_float(fp16_to_float(weight), fp16_to_float(float_to_fp16(want_w[i])));
+        if (!same) { wrong++; example = i; }
+    }
+    t->compared += 4 * c.n;
+    expect_true(t, wrong == 0, "%s, rule %d, %s weights, %s masters, %s gradients: %" PRId64 " of %d elements differ, such as %" PRId64 ", expected %.9g", backend ? "CUDA" : cpu::update_path(path), c.rule,
+                dtype_name(c.param), dtype_name(c.master), dtype_name(c.grad), wrong, c.n, example, (double)want_w[max_i64(example, 0)]);
+    cpu::update_path(-1);
+}
+// However the CPU's loops are compiled, and on the GPU: the same bits, at odd lengths and starts, for values of all kinds.
+static void test_update_paths(Test *t) {
+    static const int lengths[] = {1, 37, 4096, 5003, PATH_MOST};
+    static const struct { DType param, master; } kinds[] = {{DTYPE_FP32, DTYPE_FP32}, {DTYPE_BF16, DTYPE_FP32}, {DTYPE_FP16, DTYPE_FP32}, {DTYPE_BF16, DTYPE_REMAINDER}};
+    int paths = 0;
+    for (int path = 0; path < 4; path++) { // 3: the CUDA twin
+        if (path == 3 ? !KERNELS_ON_GPU : !cpu::update_path(path)) continue;
+        paths++;
+        for (int k = 0; k < RULE_COUNT * 4 * 2 * 5; k++) {
+            const int kind = k / RULE_COUNT % 4;
+            path_row(t, {k % RULE_COUNT, lengths[k / RULE_COUNT / 8], kinds[kind].param, kinds[kind].master, k / RULE_COUNT / 4 % 2 ? DTYPE_BF16 : DTYPE_FP32}, path, path == 3);
+        }
+    }
+    cpu::update_path(-1);
+    expect_true(t, paths > 0, "no path");
+}
+
 // x rounded to `bits` bits of mantissa, smallest exponent e_min, largest value max: computed in double with nearbyint.
 static double reference_round_bits(double x, int bits, int e_min, double max) {
     if (isnan(x) || isinf(x) || x == 0) return x;
@@ -1552,6 +1669,7 @@ static const TestRow kernel_tests[] = {
     {"hash_words", test_hash_words},
     {"split_masters", test_split_masters},
     {"split_updates", test_split_updates},
+    {"update_paths", test_update_paths},
     {"convert_special", test_convert_special},
     {"classifier_special", test_classifier_special},
     {NULL, NULL},

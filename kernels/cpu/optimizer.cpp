@@ -1,10 +1,18 @@
 // optimizer.cpp - whether and how much: update_control; then AdamW, Lion and SGD on flat buffers. The formulas are in
 // kernel_list.h. Rules see masters in fp32, however they are stored.
+//
+// An update reads and writes 28 bytes an element and computes little: the memory's rate is all there is to reach, and the
+// CPU is where updates of offloaded states run. So each loop below is written once, in plain C that compilers vectorise, and
+// compiled three times: for AVX-512, for AVX2, and for whatever the rest of the program is built for. Which one runs is found
+// at run time, since a binary that travels is built for less than most machines have.
+//
+// All paths give the same bits, and so does the CUDA twin: additions, products, quotients and roots are those of IEEE 754, each
+// rounded once and in the order written. The Makefile sees to it that no compiler fuses a product and a sum here.
 #include "rows.h"
 
 namespace cpu {
 
-#define UPDATE_BLOCK 4096 // elements
+enum { UPDATE_BLOCK = 4096 }; // elements: a thread's unit of work; its pieces of all arrays fit the first-level cache
 
 void update_control(UpdateControl *control, const double *sum_squares, const double *sum_loss, double loss_scale, double gradient_clipping, Stream stream) {
     KERNEL_WRITES(stream, control);
@@ -30,84 +38,164 @@ static int64_t update_numel(const char *kernel, Tensor param, Tensor master, Ten
     return control->apply ? n : 0;
 }
 
-// Masters at .. at+n-1: the tensor's own memory, or joined into scratch.
-static float *masters_load(Tensor param, Tensor master, int64_t at, int64_t n, float *__restrict scratch) {
-    if (master.dtype == DTYPE_FP32) return (float *)master.data + at;
-    const uint16_t *weight = (const uint16_t *)param.data + at, *remainder = (const uint16_t *)master.data + at;
-    for (int64_t i = 0; i < n; i++) scratch[i] = master_join(weight[i], remainder[i]);
-    return scratch;
-}
+// ---------------------------------------------------------------------------------------------------------------
+// Rules: a step of each on one element. `w` is the fp32 master, `g` the scaled gradient, `m` and `v` the states.
 
-static void masters_store(Tensor param, Tensor master, int64_t at, int64_t n, const float *__restrict w) {
-    if (param.dtype != DTYPE_BF16) { row_store(param, at, n, w); return; }
-    uint16_t *weight = (uint16_t *)param.data + at, *remainder = (uint16_t *)master.data + at;
-    for (int64_t i = 0; i < n; i++) weight[i] = master_to_bf16(w[i]);
-    if (master.dtype == DTYPE_REMAINDER) for (int64_t i = 0; i < n; i++) remainder[i] = master_remainder(w[i]);
-}
+template <bool decoupled> struct AdamWRule {
+    AdamWArgs a;
+    enum { STATES = 2 };
+    inline __attribute__((always_inline)) float step(float w, float g, float &m, float &v) const {
+        if (!decoupled) g += a.weight_decay * w;
+        const float decayed = decoupled ? w - a.lr * a.weight_decay * w : w;
+        m = a.beta1 * m + (1.0f - a.beta1) * g;
+        v = a.beta2 * v + (1.0f - a.beta2) * g * g;
+        return decayed - a.lr * (m / a.bias_correction1) / (sqrtf(v / a.bias_correction2) + a.eps);
+    }
+};
 
-static void adamw_block(float *__restrict w, const float *__restrict grad, float *__restrict m, float *__restrict v, int64_t n, AdamWArgs a, float grad_scale) {
-    const float decay = a.decoupled_decay ? a.lr * a.weight_decay : 0.0f, l2 = a.decoupled_decay ? 0.0f : a.weight_decay;
+struct LionRule {
+    LionArgs a;
+    enum { STATES = 1 };
+    inline __attribute__((always_inline)) float step(float w, float g, float &m, float &) const {
+        const float direction = a.beta1 * m + (1.0f - a.beta1) * g, sign = direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : direction; // NaN stays NaN
+        m = a.beta2 * m + (1.0f - a.beta2) * g;
+        return w - a.lr * a.weight_decay * w - a.lr * sign;
+    }
+};
+
+template <bool momentum> struct SgdRule {
+    SgdArgs a;
+    enum { STATES = momentum };
+    inline __attribute__((always_inline)) float step(float w, float g, float &m, float &) const {
+        g += a.weight_decay * w;
+        if (momentum) {
+            const float more = a.momentum * m + (1.0f - a.dampening) * g;
+            m = a.first_update ? g : more; // a buffer that is still empty may hold NaN
+            g = a.nesterov ? g + a.momentum * m : m;
+        }
+        return w - a.lr * g;
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------
+// The loop over a block, for each way in which masters and gradients are stored
+
+// What an update changes and reads, from some element on. Unused ones are null.
+typedef struct {
+    float *w;                     // masters in fp32, or
+    uint16_t *weight, *remainder; // in halves
+    float *m, *v;
+    const void *grad;
+    float grad_scale;
+} UpdateBlock;
+
+struct GradFp32 { static inline __attribute__((always_inline)) float load(const void *p, int64_t i) { return ((const float *)p)[i]; } };
+struct GradBf16 { static inline __attribute__((always_inline)) float load(const void *p, int64_t i) { return bf16_to_float(((const uint16_t *)p)[i]); } };
+
+template <bool split, class Grad, class Rule> static inline __attribute__((always_inline)) void update_loop(const UpdateBlock &b, int64_t n, const Rule &rule_of_block) {
+    const Rule rule = rule_of_block; // copies, which no store below can change
+    float *const w = b.w, *const ms = b.m, *const vs = b.v, grad_scale = b.grad_scale;
+    uint16_t *const weight = b.weight, *const remainder = b.remainder;
+    const void *const grad = b.grad;
+#pragma GCC ivdep
     for (int64_t i = 0; i < n; i++) {
-        const float g = grad[i] * grad_scale + l2 * w[i], decayed = w[i] - decay * w[i];
-        m[i] = a.beta1 * m[i] + (1.0f - a.beta1) * g;
-        v[i] = a.beta2 * v[i] + (1.0f - a.beta2) * g * g;
-        w[i] = decayed - a.lr * (m[i] / a.bias_correction1) / (sqrtf(v[i] / a.bias_correction2) + a.eps);
+        float m = Rule::STATES > 0 ? ms[i] : 0.0f, v = Rule::STATES > 1 ? vs[i] : 0.0f;
+        const float before = split ? master_join(weight[i], remainder[i]) : w[i];
+        const float after = rule.step(before, Grad::load(grad, i) * grad_scale, m, v);
+        if (Rule::STATES > 0) ms[i] = m;
+        if (Rule::STATES > 1) vs[i] = v;
+        if (split) {
+            weight[i] = master_to_bf16(after);
+            remainder[i] = master_remainder(after);
+        } else w[i] = after;
     }
 }
+
+// ---------------------------------------------------------------------------------------------------------------
+// Paths
+
+#define UPDATE_PATH(name, attributes)                                                                                                      \
+    template <bool split, class Grad, class Rule> attributes static void update_##name(const UpdateBlock &b, int64_t n, const Rule &rule) { \
+        update_loop<split, Grad>(b, n, rule);                                                                                              \
+    }
+UPDATE_PATH(plain, )
+#ifdef __x86_64__
+UPDATE_PATH(avx2, __attribute__((target("avx2,prefer-vector-width=256"))))
+UPDATE_PATH(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
+#endif
+
+static const char *const update_path_names[] = {"plain", "AVX2", "AVX-512"}; // by path
+
+static bool update_path_works(int path) {
+#ifdef __x86_64__
+    if (path == 1) return __builtin_cpu_supports("avx2");
+    if (path == 2) return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    return path == 0;
+}
+
+static int update_path_best(void) {
+    int path = 2;
+    while (!update_path_works(path)) path--;
+    return path;
+}
+static int update_path_taken = -1; // private state of this file; -1: the best, not yet found
+
+const char *update_path(int path) {
+    if (path >= (int)(sizeof update_path_names / sizeof *update_path_names) || (path >= 0 && !update_path_works(path))) return NULL;
+    update_path_taken = path >= 0 ? path : update_path_best();
+    return update_path_names[update_path_taken];
+}
+
+template <bool split, class Grad, class Rule> static void update_block(const UpdateBlock &b, int64_t n, const Rule &rule) {
+#ifdef __x86_64__
+    if (update_path_taken == 2) return update_avx512<split, Grad>(b, n, rule);
+    if (update_path_taken == 1) return update_avx2<split, Grad>(b, n, rule);
+#endif
+    update_plain<split, Grad>(b, n, rule);
+}
+
+// Blocks of all arrays, shared out to the threads in runs. Gradients and weights in fp16, and bf16 weights beside whole masters,
+// pass through a row in the first-level cache.
+template <class Rule> static void update_blocks(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, int64_t n, float grad_scale, const Rule &rule) {
+    if (update_path_taken < 0) update_path(-1);
+    const bool split = master.dtype == DTYPE_REMAINDER;
+#pragma omp parallel for schedule(static) if (n > PARALLEL_MIN)
+    for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
+        const int64_t k = min_i64(UPDATE_BLOCK, n - at);
+        UNINITIALIZED float scratch[UPDATE_BLOCK];
+        UpdateBlock b;
+        b.w = split ? NULL : (float *)master.data + at;
+        b.weight = split ? (uint16_t *)param.data + at : NULL;
+        b.remainder = split ? (uint16_t *)master.data + at : NULL;
+        b.m = Rule::STATES > 0 ? (float *)m.data + at : NULL;
+        b.v = Rule::STATES > 1 ? (float *)v.data + at : NULL;
+        b.grad = grad.dtype == DTYPE_BF16 ? (const void *)((const uint16_t *)grad.data + at) : row_load(grad, at, k, scratch);
+        b.grad_scale = grad_scale;
+        if (grad.dtype == DTYPE_BF16) split ? update_block<true, GradBf16>(b, k, rule) : update_block<false, GradBf16>(b, k, rule);
+        else split ? update_block<true, GradFp32>(b, k, rule) : update_block<false, GradFp32>(b, k, rule);
+        if (split) continue;
+        if (param.dtype == DTYPE_BF16) for (int64_t i = 0; i < k; i++) ((uint16_t *)param.data)[at + i] = master_to_bf16(b.w[i]);
+        else row_store(param, at, k, b.w);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The kernels
 
 void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, const UpdateControl *control, Stream stream) {
     KERNEL_WRITES(stream, param, master, m, v);
     KERNEL_READS(stream, grad, control);
     const int64_t n = update_numel("adamw_update", param, master, grad, m, v, control);
-#pragma omp parallel for if (n > PARALLEL_MIN)
-    for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
-        const int64_t k = min_i64(UPDATE_BLOCK, n - at);
-        UNINITIALIZED float scratch[UPDATE_BLOCK], joined[UPDATE_BLOCK];
-        const float *g = row_load(grad, at, k, scratch);
-        float *w = masters_load(param, master, at, k, joined);
-        adamw_block(w, g, (float *)m.data + at, (float *)v.data + at, k, args, control->grad_scale);
-        masters_store(param, master, at, k, w);
-    }
-}
-
-static void lion_block(float *__restrict w, const float *__restrict grad, float *__restrict m, int64_t n, LionArgs a, float grad_scale) {
-    for (int64_t i = 0; i < n; i++) {
-        const float g = grad[i] * grad_scale, direction = a.beta1 * m[i] + (1.0f - a.beta1) * g;
-        const float sign = (direction > 0.0f ? 1.0f : 0.0f) - (direction < 0.0f ? 1.0f : 0.0f);
-        w[i] = w[i] - a.lr * a.weight_decay * w[i] - a.lr * sign;
-        m[i] = a.beta2 * m[i] + (1.0f - a.beta2) * g;
-    }
+    if (args.decoupled_decay) update_blocks(param, master, grad, m, v, n, control->grad_scale, AdamWRule<true>{args});
+    else update_blocks(param, master, grad, m, v, n, control->grad_scale, AdamWRule<false>{args});
 }
 
 void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, const UpdateControl *control, Stream stream) {
     KERNEL_WRITES(stream, param, master, m);
     KERNEL_READS(stream, grad, control);
     const int64_t n = update_numel("lion_update", param, master, grad, m, tensor_none(), control);
-#pragma omp parallel for if (n > PARALLEL_MIN)
-    for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
-        const int64_t k = min_i64(UPDATE_BLOCK, n - at);
-        UNINITIALIZED float scratch[UPDATE_BLOCK], joined[UPDATE_BLOCK];
-        const float *g = row_load(grad, at, k, scratch);
-        float *w = masters_load(param, master, at, k, joined);
-        lion_block(w, g, (float *)m.data + at, k, args, control->grad_scale);
-        masters_store(param, master, at, k, w);
-    }
-}
-
-static void sgd_block(float *__restrict w, const float *__restrict grad, float *__restrict momentum, int64_t n, SgdArgs a, float grad_scale) {
-    // m = keep m + take g covers the first update as well, but a buffer that is still empty may hold NaN: hence the choice below
-    const float keep = a.momentum, take = a.first_update ? 1.0f : 1.0f - a.dampening;
-    for (int64_t i = 0; i < n; i++) {
-        float g = grad[i] * grad_scale + a.weight_decay * w[i];
-        const float m = (a.first_update ? 0.0f : keep * momentum[i]) + take * g;
-        momentum[i] = m;
-        g = a.nesterov ? g + a.momentum * m : m;
-        w[i] -= a.lr * g;
-    }
-}
-
-static void sgd_block_plain(float *__restrict w, const float *__restrict grad, int64_t n, SgdArgs a, float grad_scale) {
-    for (int64_t i = 0; i < n; i++) w[i] -= a.lr * (grad[i] * grad_scale + a.weight_decay * w[i]);
+    update_blocks(param, master, grad, m, tensor_none(), n, control->grad_scale, LionRule{args});
 }
 
 void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, const UpdateControl *control, Stream stream) {
@@ -115,16 +203,8 @@ void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer
     KERNEL_READS(stream, grad, control);
     const int64_t n = update_numel("sgd_update", param, master, grad, momentum_buffer, tensor_none(), control);
     CHECK((args.momentum != 0) == (momentum_buffer.data != NULL), "sgd_update: momentum %g, buffer %p", (double)args.momentum, momentum_buffer.data);
-#pragma omp parallel for if (n > PARALLEL_MIN)
-    for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
-        const int64_t k = min_i64(UPDATE_BLOCK, n - at);
-        UNINITIALIZED float scratch[UPDATE_BLOCK], joined[UPDATE_BLOCK];
-        const float *g = row_load(grad, at, k, scratch);
-        float *w = masters_load(param, master, at, k, joined);
-        if (momentum_buffer.data) sgd_block(w, g, (float *)momentum_buffer.data + at, k, args, control->grad_scale);
-        else sgd_block_plain(w, g, k, args, control->grad_scale);
-        masters_store(param, master, at, k, w);
-    }
+    if (momentum_buffer.data) update_blocks(param, master, grad, momentum_buffer, tensor_none(), n, control->grad_scale, SgdRule<true>{args});
+    else update_blocks(param, master, grad, tensor_none(), tensor_none(), n, control->grad_scale, SgdRule<false>{args});
 }
 
 } // namespace cpu
