@@ -133,7 +133,7 @@ static const ConfigKey config_keys[] = {
     USE("gradient_clipping", KEY_FLOAT, gradient_clipping, "1", "0..", AUTO, "largest global L2 norm; 0 = no clipping"),
     USE("prescale_gradients", KEY_BOOL, zero.prescale_gradients, "false", "", AUTO, "divide gradients by the data-parallel ranks before they are summed over them, instead of after it; not with stages 2 and 3 and reduce_scatter"),
     USE("gradient_predivide_factor", KEY_FLOAT, zero.gradient_predivide_factor, "1", "0<..", AUTO, "divide gradients by this before they are summed over the ranks, and by the rest after it; not with stages 2 and 3 and reduce_scatter"),
-    USE("communication_data_type", KEY_CHOICE, zero.communication_data_type, "fp32", DTYPE_WORDS, AUTO | NULL_OK, "type in which gradients travel between data-parallel ranks; 16 bits halve the traffic, and sums are rounded, by NCCL at every hop (DeepSpeed's default is the model's type)"),
+    USE("communication_data_type", KEY_CHOICE, zero.communication_data_type, "fp32", DTYPE_WORDS, AUTO | NULL_OK, "type in which gradients travel between data-parallel ranks; 16 bits halve the traffic, and from stage 2 on, if they are the model's, the memory of blocks' gradients on their way; sums are rounded, by NCCL at every hop (DeepSpeed's default is the model's type)"),
     NOTE("seq_parallel_communication_data_type", KEY_CHOICE, DTYPE_WORDS, AUTO | NULL_OK, "matters only with sequence parallelism"),
     ALIAS("seq_parallel_comm_data_type", "seq_parallel_communication_data_type", 0, "the name in the code of DeepSpeed 0.16"),
     USE("gradient_allreduce_op", KEY_CHOICE, zero.gradient_allreduce_op, "mean", "mean|sum", AUTO | V19, "the update's gradient is the mean over the data-parallel ranks, or their sum (not at stage 3)"),

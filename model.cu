@@ -281,7 +281,7 @@ typedef struct {
 } Weights;
 
 typedef struct {
-    Tensor t[ROLES_MAX];        // by ParamRole, fp32
+    Tensor t[ROLES_MAX];        // by ParamRole, fp32; those of a block may have the model's dtype
     bool accumulate[ROLES_MAX]; // add to what is there, or overwrite
 } Grads;
 

@@ -15,7 +15,8 @@
 // plus a few whole units in flight (Zero.param_pool, Zero.grad_pool). Of those 10 bytes the masters take 2, since a master is
 // its bf16 weight and a remainder, exact to the last bit (runtime/tensor.h); in fp16, which has fewer exponents, they take 4.
 // Gradients that travel in 16 bits (communication_data_type) are 2 P of messages instead of 4 P, and shards of them in bf16
-// (grad_accum_dtype) 2 P of memory. Without reduce_scatter each sum is an all-reduce, which moves twice the bytes and gives
+// (grad_accum_dtype) 2 P of memory. From stage 2 on the backward pass writes those of blocks as they travel, if that is the
+// model's type, too: then they never exist in fp32. Without reduce_scatter each sum is an all-reduce, which moves twice the bytes and gives
 // the same sums.
 //
 // The model sees none of this. It asks for a unit through four verbs:
@@ -39,13 +40,13 @@
 //     FREE --------------> WRITTEN -------------> IN THE BUCKET ------------------> ON ITS WAY ------------> FREE
 //
 //     grad (fp32, whole) --convert--> wire (whole) --sum over the ranks--> this rank's part of it --add, or convert--> grad_shard
-//                               communication_data_type                                                         grad_accum_dtype
+//       or written in 16 bits, as --^ communication_data_type                                                   grad_accum_dtype
 //
 // Everything of a unit lies in flat buffers of `whole` elements (ParamDesc.offset says where a row starts), cut into N equal
 // parts: a shard is a range of elements, and needs no list of tensors.
 //
 //     param  [ shard 0 | shard 1 | ... | shard N-1 ]   model's dtype
-//     grad   [ shard 0 | shard 1 | ... | shard N-1 ]   fp32
+//     grad   [ shard 0 | shard 1 | ... | shard N-1 ]   fp32, or as it travels (layout_grad_dtype)
 //     master, states: the elements that this rank updates: its shard (stage >= 1) or all of them (stage 0)
 //
 // Which unit comes next needs no tracing: the program of an update is known, so the list of uses is, too (use_list). The
@@ -75,8 +76,8 @@
 //     that state. From stage 2 on, each micro-batch begins anew, since its sum has left for the shard.
 //  7. Each element counts once in the norm: a rank sums the squares of its own shard, at every stage.
 //  8. Padding (between rows, of the vocabulary, at the end of the last shard) is zero in every buffer, for ever.
-//  9. No size and no stream changes a bit: every element is rounded at the same places (into the wire, after the sum, into the
-//     shard), and the ranks' parts of it are added in an order that does not depend on what else is in the message. (On the CPU
+//  9. No size and no stream changes a bit: every element is rounded at the same places (into the wire, whether its kernel or
+//     convert does it; after the sum; into the shard), and the ranks' parts of it are added in an order that does not depend on what else is in the message. (On the CPU
 //     that is the order of the ranks. NCCL's order follows from its algorithm, which may change with a message's size.)
 // 10. What the sums are still to be divided by to be the mean's gradient (postdivide) is in the gradient of the loss already:
 //     prescale_gradients and gradient_predivide_factor move a factor from one side of the sum to the other.
@@ -105,9 +106,10 @@ typedef struct {
     void *param_shard;    // (shard_numel) inside `param`, or at stage 3 of its own
     void *master;         // (update_numel) of master_dtype; the same memory as the weights when the model is fp32
     float *state[ZERO_STATES_MAX]; // (update_numel) fp32
-    float *grad;          // (whole) fp32; from stage 2 on only between grad_begin and the end of the reduction
+    void *grad;           // (whole) of grad_dtype; from stage 2 on only between grad_begin and the end of the reduction
+    DType grad_dtype;     // see layout_grad_dtype
     void *grad_shard;     // (shard_numel) fp32 inside `grad`, or from stage 2 on of its own, in grad_accum_dtype
-    void *wire;           // (whole) communication_data_type: what travels while the unit is in the bucket; `grad` itself in fp32
+    void *wire;           // (whole) communication_data_type: what travels while the unit is in the bucket; `grad` itself where that has the type
     int grad_buffer;      // which one of grad_pool `grad` is, or -1
     bool shard_written;   // grad_shard holds the sum of some micro-batches of this update
     Event gathered;       // recorded on the gather stream
@@ -122,7 +124,7 @@ typedef struct {
 } ParamBuffer;
 
 typedef struct {
-    float *data;
+    void *data;
     Event reduced;        // its last reduction is done: it may be written again
 } GradBuffer;
 
@@ -184,7 +186,7 @@ typedef struct {
     int n_param_pool, n_grad_pool;
     int64_t param_buffer_bytes, grad_buffer_bytes; // of each buffer in the pools: any block fits
     int64_t bucket_limit;       // elements
-    int64_t wire_bytes;         // a bucket in a communication_data_type of 16 bits
+    int64_t wire_bytes;         // what a bucket holds of fp32 gradients, in a communication_data_type of 16 bits
     int64_t parts_bytes;        // with direct exchange, what all ranks have for this one
     int64_t staging_numel;      // fp32, of the largest unit
     MemoryUse bytes;            // all of it, by kind
@@ -217,7 +219,7 @@ typedef struct {
     int64_t bucket_numel, bucket_limit;
     void *parts;           // (ZeroLayout.parts_bytes) where, with direct exchange, the parts of a unit's gradient arrive
     float *staging;        // (ZeroLayout.staging_numel) for tensors on their way out
-    char *wire;            // (ZeroLayout.wire_bytes) the gradients of a bucket, rounded for their way; null where they travel in fp32
+    char *wire;            // (ZeroLayout.wire_bytes) the fp32 gradients of a bucket, rounded for their way; null where they travel in fp32
     ZeroLayout layout;
     MemoryUse allocated;   // on this rank, so far
 } Zero;
@@ -234,6 +236,14 @@ static bool layout_shards_updates(const ZeroLayout *l) { return l->opt.stage >= 
 
 // What gradients travel in. A single rank sends nothing and rounds nothing.
 static DType layout_wire(const ZeroLayout *l) { return l->ranks > 1 ? l->opt.communication_data_type : DTYPE_FP32; }
+
+// In what backward writes the gradient of a unit. Where it leaves after every micro-batch nothing is added to it, so its
+// kernels may round it for its way themselves; they do so into their own type. The embedding's and the head's stay in fp32:
+// tied, both add to one table.
+static DType layout_grad_dtype(const ZeroLayout *l, const Model *m, int unit) {
+    bool leaves = layout_shards_grads(l) && m->table.unit[unit].kind == UNIT_BLOCK;
+    return leaves && layout_wire(l) == m->dtype ? m->dtype : DTYPE_FP32;
+}
 
 static bool zero_shards_params(const Zero *z) { return layout_shards_params(&z->layout); }
 static bool zero_shards_grads(const Zero *z) { return layout_shards_grads(&z->layout); }
@@ -281,24 +291,30 @@ static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int
 
 // Shared buffers: as many whole blocks as the options allow, at least two, so that one can be filled while the other is read.
 static void layout_pools(ZeroLayout *l, const Model *m) {
-    int64_t block = 0, largest = 0, all = 0;
+    int64_t block = 0, largest = 0, all = 0, largest_fp32 = 0, all_fp32 = 0; // the latter two: whose gradients are converted
+    DType block_grad = DTYPE_FP32;
     int n_blocks = 0, n_turns = 0; // blocks, and those whose weights take turns
     for (int u = 0; u < m->table.n_units; u++) {
         all += l->unit[u].whole;
         largest = max_i64(largest, l->unit[u].whole);
+        if (layout_grad_dtype(l, m, u) == DTYPE_FP32) {
+            all_fp32 += l->unit[u].whole;
+            largest_fp32 = max_i64(largest_fp32, l->unit[u].whole);
+        }
         if (m->table.unit[u].kind != UNIT_BLOCK) continue;
         n_blocks++;
+        block_grad = layout_grad_dtype(l, m, u);
         n_turns += !l->unit[u].dedicated;
         block = max_i64(block, l->unit[u].whole);
     }
     l->param_buffer_bytes = block * dtype_bytes(m->dtype);
-    l->grad_buffer_bytes = block * 4;
+    l->grad_buffer_bytes = block * dtype_bytes(block_grad);
     l->bucket_limit = min_i64(min_i64(l->opt.reduce_bucket_size, BUCKET_ENOUGH_NUMEL), all);
     l->n_param_pool = (int)min_i64(n_turns, max_i64(2, l->opt.max_live_parameters / block));
     if (layout_shards_updates(l) && (l->ranks > 1 || layout_shards_grads(l))) l->staging_numel = largest;
     if (!l->with_gradients) return;
     if (layout_direct(l)) l->parts_bytes = largest * dtype_bytes(layout_wire(l));
-    if (layout_wire(l) != DTYPE_FP32) l->wire_bytes = max_i64(l->bucket_limit, largest) * dtype_bytes(layout_wire(l));
+    if (layout_wire(l) != DTYPE_FP32) l->wire_bytes = min_i64(max_i64(l->bucket_limit, largest_fp32), all_fp32) * dtype_bytes(layout_wire(l));
     if (!layout_shards_grads(l)) return;
     // A bucket of blocks that waits, and one more to write meanwhile.
     l->n_grad_pool = (int)min_i64(n_blocks, max_i64(1, l->bucket_limit / block) + 1);
@@ -364,9 +380,10 @@ static void zero_init_unit(Zero *z, int u) {
     s->master = zero_alloc(z, l->master_bytes, MEMORY_MASTERS);
     if (!s->master) s->master = (l->param_shard_bytes ? s->param_shard : (char *)s->param + s->update_first * element);
     for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)zero_alloc(z, l->state_bytes, MEMORY_OPTIMIZER_STATES);
-    s->grad = (float *)zero_alloc_for(z, &z->reduce_group, l->grad_bytes, l->grad_shard_bytes ? MEMORY_BUFFERS : MEMORY_GRADIENTS);
+    s->grad_dtype = layout_grad_dtype(&z->layout, z->model, u);
+    s->grad = zero_alloc_for(z, &z->reduce_group, l->grad_bytes, l->grad_shard_bytes ? MEMORY_BUFFERS : MEMORY_GRADIENTS);
     s->grad_shard = zero_alloc(z, l->grad_shard_bytes, MEMORY_GRADIENTS);
-    if (s->grad && !s->grad_shard) s->grad_shard = s->grad + s->shard_numel * rank;
+    if (s->grad && !s->grad_shard) s->grad_shard = (float *)s->grad + s->shard_numel * rank;
 }
 
 static void zero_init_pools(Zero *z) {
@@ -382,7 +399,7 @@ static void zero_init_pools(Zero *z) {
     z->n_grad_pool = l->n_grad_pool;
     z->grad_pool = (GradBuffer *)host_alloc(sizeof(GradBuffer) * (size_t)z->n_grad_pool);
     for (int i = 0; i < z->n_grad_pool; i++) {
-        z->grad_pool[i].data = (float *)zero_alloc_for(z, &z->reduce_group, l->grad_buffer_bytes, MEMORY_BUFFERS);
+        z->grad_pool[i].data = zero_alloc_for(z, &z->reduce_group, l->grad_buffer_bytes, MEMORY_BUFFERS);
         z->grad_pool[i].reduced = event_create();
         event_record(z->grad_pool[i].reduced, z->reduce_stream);
     }
@@ -651,7 +668,9 @@ static Grads zero_grad_begin(Zero *z, int unit) {
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
         int storage = zero_storage_row(z, i), role = table->row[i].role;
         const ParamDesc *stored = &table->row[storage];
-        g.t[role] = tensor_make(z->unit[stored->unit].grad + stored->offset, DTYPE_FP32, stored->ndim, stored->padded_rows, stored->shape[1], 1, 1);
+        const UnitState *owner = &z->unit[stored->unit];
+        char *at = (char *)owner->grad + stored->offset * dtype_bytes(owner->grad_dtype);
+        g.t[role] = tensor_make(at, owner->grad_dtype, stored->ndim, stored->padded_rows, stored->shape[1], 1, 1);
         g.accumulate[role] = z->grad_written[storage];
     }
     return g;
@@ -704,8 +723,8 @@ static void zero_reduce_bucket(Zero *z) {
     stream_wait_event(z->reduce_stream, z->computed); // the gradients are written
     for (int i = 0; i < z->n_bucket; i++) {
         UnitState *s = &z->unit[z->bucket[i]];
-        s->wire = wire == DTYPE_FP32 ? (void *)s->grad : at;
-        if (wire == DTYPE_FP32) continue;
+        s->wire = wire == s->grad_dtype ? s->grad : at;
+        if (wire == s->grad_dtype) continue;
         convert(tensor1(s->wire, wire, s->whole), tensor1(s->grad, DTYPE_FP32, s->whole), z->reduce_stream);
         at += s->whole * dtype_bytes(wire);
     }
@@ -811,7 +830,7 @@ static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
     const UnitState *s = &z->unit[r->unit];
     CHECK(r->tied_to < 0, "row %s has no storage of its own", r->name);
     if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) { zero_read_split(z, r, values); return; }
-    const float *grad = zero_shards_updates(z) ? (const float *)s->grad_shard : s->grad; // at stage 0 every rank has the whole sum
+    const float *grad = (const float *)(zero_shards_updates(z) ? s->grad_shard : s->grad); // at stage 0 every rank has the whole sum
     const float *part = kind == STATE_MASTER ? (const float *)s->master : kind == STATE_GRAD ? grad : s->state[kind - STATE_OPTIMIZER_0];
     CHECK(part, "state %d is not there", (int)kind);
     if (kind == STATE_GRAD && zero_shard_dtype(z) != DTYPE_FP32) {

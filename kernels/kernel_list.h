@@ -2,7 +2,8 @@
 //
 // Letters: B micro-batch, T sequence, C channels, NH heads, HS = C / NH, OC output channels, V vocabulary, Vp padded
 // vocabulary, N = B*T rows. Activations, their gradients and weights share one dtype (fp32, bf16 or fp16), called
-// "act" below; statistics, losses and parameter gradients are fp32 ("f32").
+// "act" below; statistics, losses and parameter gradients are fp32 ("f32"). "grad" is the type of a parameter gradient that is
+// f32 or act, by choice of the caller: computed in fp32 and, into act, rounded once.
 //
 // Rules that hold for all:
 // - Parameter gradients (dw, db) are overwritten when `accumulate` is false and added to when it is true; activation
@@ -27,7 +28,7 @@ void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor w,
 void residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor delta, Tensor w, Tensor b, float eps, Stream stream);
 
 // With n = (x - mean) * rstd and g = dout * w:  dx = dresidual + rstd * (g - mean_C(g) - n * mean_C(g * n));
-// dw (+)= sum_N dout * n;  db (+)= sum_N dout.   dresidual act (N,C), optional, may alias dx. dw, db f32 (C). On the GPU C is at
+// dw (+)= sum_N dout * n;  db (+)= sum_N dout.   dresidual act (N,C), optional, may alias dx. dw, db grad (C), alike. On the GPU C is at
 // most 16,384.
 void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd, Tensor dresidual, bool accumulate, Stream stream);
 
@@ -39,7 +40,7 @@ void linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residu
 // dinp = dout @ w, times gelu'(pre_gelu) if pre_gelu is given.   dinp act (N,C); dout act (N,OC); pre_gelu act (N,C), optional.
 void linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, Stream stream);
 
-// dw (+)= dout^T @ inp;  dbias (+)= sum_N dout.   dw f32 (OC,C); dbias f32 (OC), optional; dout act (N,OC); inp act (N,C).
+// dw (+)= dout^T @ inp;  dbias (+)= sum_N dout.   dw grad (OC,C); dbias grad (OC), optional; dout act (N,OC); inp act (N,C).
 void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream);
 
 // Whether the large ones among these products try several algorithms at the first call of a kind, for which the host waits
@@ -52,7 +53,7 @@ void gelu_forward(Tensor out, Tensor x, Stream stream);
 // dx = dout * gelu'(x). dx may alias dout.
 void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream stream);
 
-// dbias (+)= sum_N dout.   dbias f32 (OC); dout act (N,OC).
+// dbias (+)= sum_N dout.   dbias grad (OC); dout act (N,OC).
 void bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream);
 
 // Causal attention, streaming over keys (Milakov and Gimelshein 2018; Dao et al. 2022): the T x T matrix is never stored.

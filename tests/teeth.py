@@ -125,6 +125,10 @@ BUGS = [
      "the plan counts one state of AdamW"),
     ("zero.cu", "sum_parts(sum, parts, into_shard && zero_sum_adds(z, s), z->reduce_stream);", "sum_parts(sum, parts, false, z->reduce_stream);", "parallel@2",
      "an exchange forgets the sums of earlier micro-batches"),
+    ("zero.cu", "stored->offset * dtype_bytes(owner->grad_dtype);", "stored->offset * 4;", "zero@2",
+     "gradients that are written in 16 bits lie twice as far apart"),
+    ("zero.cu", "l->grad_buffer_bytes = block * dtype_bytes(block_grad);", "l->grad_buffer_bytes = block * 4;", "zero@2",
+     "gradients that are written in 16 bits have room as if in 32"),
     ("zero.cu", "comm_all_to_all(z->reduce_group, z->parts, s->wire, s->shard_numel,", "if (false) comm_all_to_all(z->reduce_group, z->parts, s->wire, s->shard_numel,", "parallel@2",
      "an exchange never starts"),
 ]

@@ -71,6 +71,7 @@ enum {
     NO_WRITE = 256, DECOUPLED = 512, NO_CORRECTION = 1024, MOMENTUM = 2048, NESTEROV = 4096,
     CPU_ONLY = 8192,   // sizes that the GPU does not promise: channels, features and head sizes that 8 does not divide
     BF16_GRAD = 16384, // a gradient that is accumulated in bf16
+    ACT_GRAD = 32768,  // gradients of parameters in the type of the activations, instead of fp32
 };
 
 typedef struct {
@@ -124,6 +125,7 @@ static Operand *operand_find(KernelCase *c, const char *name) {
 }
 static double *value_of(KernelCase *c, const char *name) { Operand *o = operand_find(c, name); return o ? o->value : NULL; }
 static double *want_of(KernelCase *c, const char *name) { Operand *o = operand_find(c, name); return o ? o->want : NULL; }
+static int param_grad_type(const KernelCase *c) { return c->s.flags & ACT_GRAD ? (int)c->act : (int)DTYPE_FP32; }
 static Tensor tensor_of(KernelCase *c, const char *name) {
     Operand *o = operand_find(c, name);
     return o ? tensor_make(o->memory, (DType)o->type, o->ndim, o->shape[0], o->shape[1], o->shape[2], 1) : tensor_none();
@@ -417,8 +419,8 @@ static void setup_layernorm_backward(KernelCase *c) {
     const int64_t N = c->s.B * c->s.T, C = c->s.C;
     const OperandRole sums = c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT;
     operand_add(c, "dx", ROLE_OUT, c->act, N, C, 0, 0, 0);
-    operand_add(c, "dw", sums, DTYPE_FP32, C, 0, 0, 0, 1);
-    operand_add(c, "db", sums, DTYPE_FP32, C, 0, 0, 0, 1);
+    operand_add(c, "dw", sums, param_grad_type(c), C, 0, 0, 0, 1);
+    operand_add(c, "db", sums, param_grad_type(c), C, 0, 0, 0, 1);
     operand_add(c, "dout", ROLE_IN, c->act, N, C, 0, 0.1, 1);
     operand_add(c, "x", ROLE_IN, c->act, N, C, 0, 0.5, 2);
     operand_add(c, "w", ROLE_IN, c->act, C, 0, 0, 1, 0.3);
@@ -462,7 +464,9 @@ static const KernelShape layernorm_shapes[] = {
     {.B = 3, .T = 40, .C = 96, .flags = RESIDUAL | ALIAS | ACCUMULATE},
     {.B = 1, .T = 257, .C = 768, .flags = ACCUMULATE | RESIDUAL | ALIAS},
     {.B = 8, .T = 255, .C = 128, .flags = RESIDUAL},
+    {.B = 8, .T = 255, .C = 128, .flags = RESIDUAL | ACT_GRAD},
     {.B = 2, .T = 9, .C = 1600, .flags = ACCUMULATE},
+    {.B = 2, .T = 9, .C = 1600, .flags = ACCUMULATE | ACT_GRAD},
     {.B = 8, .T = 4096, .C = 16, .flags = RESIDUAL | ALIAS}, // so many rows that a GPU's warps have several each
     {.B = 1, .T = 1500, .C = 1032, .flags = RESIDUAL},       // the same where warps share a row
     {.B = 3, .T = 40, .C = 3072, .flags = RESIDUAL | ALIAS},
@@ -581,8 +585,8 @@ static void call_linear_backward_input(KernelCase *c, bool backend, Stream strea
 static void setup_linear_backward_weight(KernelCase *c) {
     const int64_t N = c->s.B * c->s.T, C = c->s.C, OC = c->s.OC;
     const OperandRole sums = c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT;
-    operand_add(c, "dw", sums, DTYPE_FP32, OC, C, 0, 0, 1);
-    if (c->s.flags & BIAS) operand_add(c, "dbias", sums, DTYPE_FP32, OC, 0, 0, 0, 1);
+    operand_add(c, "dw", sums, param_grad_type(c), OC, C, 0, 0, 1);
+    if (c->s.flags & BIAS) operand_add(c, "dbias", sums, param_grad_type(c), OC, 0, 0, 0, 1);
     operand_add(c, "dout", ROLE_IN, c->act, N, OC, 0, 0, 1);
     operand_add(c, "inp", ROLE_IN, c->act, N, C, 0, 0, 1);
 }
@@ -612,10 +616,13 @@ static const KernelShape linear_shapes[] = {
     {.B = 3, .T = 40, .C = 256, .OC = 64, .flags = BIAS | RESIDUAL | ALIAS | ACCUMULATE},
     {.B = 1, .T = 257, .C = 520, .OC = 264, .flags = PRE_GELU | ACCUMULATE},
     {.B = 4, .T = 255, .C = 264, .OC = 136, .flags = RESIDUAL | BIAS},
+    {.B = 4, .T = 255, .C = 264, .OC = 136, .flags = BIAS | ACT_GRAD},
+    {.B = 1, .T = 33, .C = 72, .OC = 1032, .flags = BIAS | ACT_GRAD | ACCUMULATE},
     {.B = 1, .T = 24, .C = 1032, .OC = 40, .flags = BIAS | RESIDUAL},
     {.B = 1, .T = 1, .C = 1, .OC = 1, .flags = BIAS | RESIDUAL | CPU_ONLY},
     {.B = 1, .T = 7, .C = 13, .OC = 5, .flags = BIAS | PRE_GELU | ACCUMULATE | CPU_ONLY},
     {.B = 1, .T = 33, .C = 257, .OC = 211, .flags = BIAS | RESIDUAL | ALIAS | CPU_ONLY},
+    {.B = 1, .T = 33, .C = 257, .OC = 211, .flags = BIAS | ACT_GRAD | CPU_ONLY},
     {.B = 1, .T = 211, .C = 1, .OC = 97, .flags = ACCUMULATE | CPU_ONLY},
     {.B = 1, .T = 1, .C = 211, .OC = 1031, .flags = PRE_GELU | CPU_ONLY},
     {.B = 1, .T = 1031, .C = 31, .OC = 1, .flags = BIAS | CPU_ONLY},
@@ -627,7 +634,7 @@ static const Kernel kernel_linear_backward_input = {"linear_backward_input", set
 static const Kernel kernel_linear_backward_weight = {"linear_backward_weight", setup_linear_backward_weight, reference_linear_backward_weight, call_linear_backward_weight, linear_shapes};
 
 static void setup_bias_backward(KernelCase *c) {
-    operand_add(c, "dbias", c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT, DTYPE_FP32, c->s.OC, 0, 0, 0, 1);
+    operand_add(c, "dbias", c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT, param_grad_type(c), c->s.OC, 0, 0, 0, 1);
     operand_add(c, "dout", ROLE_IN, c->act, c->s.B * c->s.T, c->s.OC, 0, 0, 1);
 }
 static void reference_bias_backward(KernelCase *c) {
@@ -1559,6 +1566,34 @@ static void test_device_memory(Test *t) {
     stream_destroy(s);
 }
 
+// A gradient that a kernel writes in 16 bits is the fp32 one, rounded: bit for bit, except that a GPU's library may add the
+// terms of a product in another order.
+static void test_gradients_in_16_bits(Test *t) {
+    const Kernel *const kernels[] = {&kernel_layernorm_backward, &kernel_bias_backward, &kernel_linear_backward_weight};
+    for (int k = 0; k < (KERNELS_ON_GPU ? 2 : 3); k++)
+        for (const KernelShape *s = kernels[k]->shapes; s->B; s++)
+            for (int act = DTYPE_BF16; act < DTYPE_COUNT; act++) {
+                if (!(s->flags & ACT_GRAD) || s->flags & ACCUMULATE || (KERNELS_ON_GPU && s->flags & CPU_ONLY)) continue;
+                KernelShape fp32 = *s;
+                fp32.flags &= ~(unsigned)ACT_GRAD;
+                KernelCase *want = case_make(kernels[k], fp32, (DType)act, false), *got = case_make(kernels[k], *s, (DType)act, false);
+                case_run(kernels[k], want, true);
+                case_run(kernels[k], got, true);
+                for (int i = 0; i < got->n; i++) {
+                    const Operand *o = &got->op[i];
+                    t->compared += o->n;
+                    for (int64_t j = 0; j < o->n; j++)
+                        if (o->got[j] != operand_round(o->type, want->op[i].got[j])) {
+                            test_fail(t, "%s %s: %s at %" PRId64 " is %.9g, rounded from %.9g in fp32", kernels[k]->name, dtype_name((DType)act), o->name, j, o->got[j], want->op[i].got[j]);
+                            break;
+                        }
+                }
+                case_free(want);
+                case_free(got);
+            }
+    if (t->compared == 0) test_fail(t, "nothing was compared");
+}
+
 static void die_of_token(void *arg) {
     (void)arg;
     float x[16] = {0};
@@ -1665,6 +1700,7 @@ static const TestRow kernel_tests[] = {
     KERNEL_TEST_ROWS(lion),
     KERNEL_TEST_ROWS(sgd),
     {"sum_squares_special", test_sum_squares_special},
+    {"gradients_in_16_bits", test_gradients_in_16_bits},
     {"update_control", test_update_control},
     {"hash_words", test_hash_words},
     {"split_masters", test_split_masters},

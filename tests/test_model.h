@@ -946,7 +946,7 @@ static void test_vocabulary_padding(Test *t) {
     float *values = (float *)host_alloc((size_t)wte->numel * 4);
     for (int kind = STATE_MASTER; kind <= STATE_GRAD; kind++) {
         const UnitState *unit = &trainer->zero.unit[0];
-        const float *at = kind == STATE_MASTER ? (const float *)unit->master : kind == STATE_GRAD ? unit->grad : unit->state[kind - STATE_OPTIMIZER_0];
+        const float *at = kind == STATE_MASTER ? (const float *)unit->master : kind == STATE_GRAD ? (const float *)unit->grad : unit->state[kind - STATE_OPTIMIZER_0];
         device_copy(values, at + wte->offset, wte->numel * 4, COPY_TO_HOST, trainer->stream);
         stream_sync(trainer->stream);
         for (int64_t k = 0; k < pad; k++) expect_near(t, "padding", values[param_numel(wte) + k], 0, 0);

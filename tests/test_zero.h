@@ -80,9 +80,13 @@ static void test_keys_without_a_bit(Test *t) {
 }
 
 // The way of a gradient, bit for bit: what this rank computed (g), in fp32, is rounded to communication_data_type, summed over
-// the ranks, and added to the shard, which is rounded to grad_accum_dtype. g comes from a run that sends fp32.
-static void gradient_way(Test *t, int stage, DType communication, DType accumulation, bool reduce_scatter, int64_t micro_batches) {
+// the ranks, and added to the shard, which is rounded to grad_accum_dtype. g comes from a run that sends fp32. Where a model's
+// own type travels, its kernels do the rounding; a GPU's may then have taken another algorithm for a product, whose sums in
+// another order round elsewhere: by a step of the type in the sum over the ranks, 2^-7 of the value for bf16.
+static void gradient_way(Test *t, DType model, int stage, DType communication, DType accumulation, bool reduce_scatter, int64_t micro_batches) {
     Config *c = parallel_config(micro_batches);
+    config_set_dtype(c, model);
+    c->fp16.loss_scale = 128; // so that nothing overflows
     c->zero.stage = stage;
     c->zero.reduce_bucket_size = 20000; // buckets of one block, and of several units
     Trainer *plain = NULL, *rounds;
@@ -100,6 +104,8 @@ static void gradient_way(Test *t, int stage, DType communication, DType accumula
     for (int i = 0, k = 0; i < trace.n; i++)
         if (trace.row[i].kind == TRACE_REDUCE_SCATTER) own[k++] = (float *)trace.row[i].given, trace.row[i].given = NULL;
     Config *v = parallel_config(micro_batches);
+    config_set_dtype(v, model);
+    v->fp16 = c->fp16;
     v->zero = c->zero;
     v->zero.communication_data_type = communication;
     v->zero.grad_accum_dtype = accumulation;
@@ -116,6 +122,8 @@ static void gradient_way(Test *t, int stage, DType communication, DType accumula
     free(ranks);
     Stream s = stream_create();
     for (int u = 0; u < units; u++) {
+        const bool direct = wire != DTYPE_FP32 && wire == model && stage >= 2 && u > 0 && u < units - 1;
+        expect_true(t, z->unit[u].grad_dtype == (direct ? wire : DTYPE_FP32), "unit %d: its gradient is written in %s", u, dtype_name(z->unit[u].grad_dtype));
         const int64_t whole = whole_numel(rounds, u), n = z->unit[u].shard_numel;
         char *sent = (char *)device_malloc(whole * 4), *host = (char *)host_alloc((size_t)whole * 4);
         float *sum = (float *)host_alloc((size_t)n * 4);
@@ -142,8 +150,11 @@ static void gradient_way(Test *t, int stage, DType communication, DType accumula
         snprintf(what, sizeof what, "stage %d, sent in %s by %s, summed in %s: gradient of unit %d", stage, dtype_name(wire),
                  reduce_scatter ? "reduce-scatter" : "all-reduce", dtype_name(shard), u);
         t->compared += n;
+        float largest = 0;
+        for (int64_t i = 0; i < n; i++) largest = fmaxf(largest, fabsf(sum[i]));
+        const float bound = direct && KERNELS_ON_GPU ? ldexpf(largest, model == DTYPE_BF16 ? -7 : -10) : 0;
         for (int64_t i = 0; i < n; i++)
-            if (sum[i] != dtype_load(got, shard, i)) {
+            if (!(fabsf(sum[i] - dtype_load(got, shard, i)) <= bound)) {
                 test_fail(t, "%s: element %" PRId64 " is %g, expected %g", what, i, (double)dtype_load(got, shard, i), (double)sum[i]);
                 break;
             }
@@ -182,8 +193,10 @@ static void test_gradients_on_their_way(Test *t) {
         for (int sent = 0; sent < DTYPE_COUNT; sent++)
             for (int reduce_scatter = 0; reduce_scatter < 2; reduce_scatter++)
                 for (int micro_batches = 1; micro_batches <= 3; micro_batches += 2) {
-                    gradient_way(t, stage, (DType)sent, DTYPE_FP32, reduce_scatter, micro_batches);
-                    if (stage >= 2) gradient_way(t, stage, (DType)sent, DTYPE_BF16, reduce_scatter, micro_batches);
+                    gradient_way(t, DTYPE_FP32, stage, (DType)sent, DTYPE_FP32, reduce_scatter, micro_batches);
+                    if (stage < 2) continue;
+                    gradient_way(t, DTYPE_FP32, stage, (DType)sent, DTYPE_BF16, reduce_scatter, micro_batches);
+                    if (sent != DTYPE_FP32) gradient_way(t, (DType)sent, stage, (DType)sent, micro_batches == 1 ? DTYPE_FP32 : DTYPE_BF16, reduce_scatter, micro_batches);
                 }
     if (t->compared == 0) test_fail(t, "nothing travelled");
 }
@@ -455,17 +468,26 @@ static void test_allreduce_op(Test *t) {
     }
 }
 
-// Bytes of gradients: 4 a parameter of the shard, or 2; the buffers of 16-bit messages are accounted for.
+// Bytes of gradients: 4 a parameter of the shard, or 2; the buffers of 16-bit messages are accounted for. Blocks of a model
+// whose own type travels write into what travels: their buffers are half as large, and nothing of them is converted.
 static void test_gradient_bytes(Test *t) {
-    for (int way = 0; way < 2; way++) {
+    for (int way = 0; way < 3; way++) {
         Config *c = parallel_config(1);
+        if (way == 2) config_set_dtype(c, DTYPE_BF16);
         c->zero.stage = 2;
+        c->zero.reduce_bucket_size = 0; // of one unit
         c->zero.communication_data_type = c->zero.grad_accum_dtype = way ? DTYPE_BF16 : DTYPE_FP32;
         int64_t before = device_allocated_bytes();
         Trainer *trainer = zero_trainer(c);
         const Zero *z = &trainer->zero;
         expect_equal_i64(t, "bytes of gradients", z->allocated.bytes[MEMORY_GRADIENTS], whole_total(trainer) / test_world.world * (way ? 2 : 4));
         expect_true(t, (z->wire != NULL) == (way && test_world.world > 1), "a buffer for 16-bit messages: %p", (void *)z->wire);
+        if (test_world.world > 1) {
+            const int last = trainer->model.table.n_units - 1;
+            const int64_t block = whole_numel(trainer, 1), outer = max_i64(whole_numel(trainer, 0), whole_numel(trainer, last));
+            expect_equal_i64(t, "bytes of a block's gradient", z->layout.grad_buffer_bytes, block * (way == 2 ? 2 : 4));
+            expect_equal_i64(t, "bytes of converted gradients", z->layout.wire_bytes, way == 0 ? 0 : 2 * (way == 2 ? outer : max_i64(outer, block)));
+        }
         expect_true(t, device_allocated_bytes() - before >= memory_total(&z->allocated), "less is allocated than is said");
         zero_trainer_free(trainer);
         free(c);

@@ -92,8 +92,8 @@ void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, 
     check_act(kernel, "dx", dx, N, C, dout.dtype);
     check_act(kernel, "x", x, N, C, dout.dtype);
     check_act(kernel, "w", w, 1, C, dout.dtype);
-    check_f32(kernel, "dw", dw, 1, C);
-    check_f32(kernel, "db", db, 1, C);
+    check_weight_grad(kernel, "dw", dw, 1, C, dout.dtype);
+    check_weight_grad(kernel, "db", db, 1, C, dout.dtype);
     check_f32(kernel, "mean", mean, 1, N);
     check_f32(kernel, "rstd", rstd, 1, N);
     if (dresidual.data) check_act(kernel, "dresidual", dresidual, N, C, dout.dtype);
@@ -120,11 +120,8 @@ void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, 
     }
     for (int64_t p = 1; p < pieces; p++)
         for (int64_t c = 0; c < 2 * C; c++) sums[c] += sums[p * 2 * C + c];
-    float *dwf = (float *)dw.data, *dbf = (float *)db.data;
-    for (int64_t c = 0; c < C; c++) {
-        dwf[c] = (float)(sums[c] + (accumulate ? (double)dwf[c] : 0.0));
-        dbf[c] = (float)(sums[C + c] + (accumulate ? (double)dbf[c] : 0.0));
-    }
+    sums_store(dw, 0, C, sums, accumulate);
+    sums_store(db, 0, C, sums + C, accumulate);
     free(sums);
 }
 

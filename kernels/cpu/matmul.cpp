@@ -209,7 +209,7 @@ void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bo
     KERNEL_READS(stream, dout, inp);
     const int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(inp);
     const char *kernel = "linear_backward_weight";
-    check_f32(kernel, "dw", dw, OC, C);
+    check_weight_grad(kernel, "dw", dw, OC, C, dout.dtype);
     check_act(kernel, "inp", inp, N, C, dout.dtype);
     if (dbias.data) bias_backward(dbias, dout, accumulate, stream);
     const Factor a = over_rows(dout), b = over_rows(inp);

@@ -66,8 +66,7 @@ void bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream) {
     KERNEL_READS(stream, dout);
     enum { COLUMNS = 64 };
     const int64_t OC = tensor_columns(dout), N = tensor_rows(dout);
-    check_f32("bias_backward", "dbias", dbias, 1, OC);
-    float *db = (float *)dbias.data;
+    check_weight_grad("bias_backward", "dbias", dbias, 1, OC, dout.dtype);
 #pragma omp parallel for if (N * OC > PARALLEL_MIN)
     for (int64_t c = 0; c < OC; c += COLUMNS) {
         const int64_t n = min_i64(COLUMNS, OC - c);
@@ -77,7 +76,7 @@ void bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream) {
             const float *d = row_load(dout, i * OC + c, n, scratch);
             for (int64_t j = 0; j < n; j++) sum[j] += (double)d[j];
         }
-        for (int64_t j = 0; j < n; j++) db[c + j] = (float)(sum[j] + (accumulate ? (double)db[c + j] : 0.0));
+        sums_store(dbias, c, n, sum, accumulate);
     }
 }
 

@@ -83,6 +83,11 @@ static inline void row_store(Tensor t, int64_t at, int64_t n, const float *row) 
     floats_store(t.data, t.dtype, at, row, n);
 }
 
+// Elements at .. at+n-1 of t (+)= sums that were taken in double: as fp32, then rounded to t's dtype.
+static inline void sums_store(Tensor t, int64_t at, int64_t n, const double *sum, bool accumulate) {
+    for (int64_t i = 0; i < n; i++) dtype_store(t.data, t.dtype, at + i, (float)(sum[i] + (accumulate ? (double)dtype_load(t.data, t.dtype, at + i) : 0.0)));
+}
+
 // Shape checks: a mismatch is a bug of the caller. A vector (rows = 1) may come in any shape with the right number of elements.
 static inline void check_shape(const char *kernel, const char *name, Tensor t, int64_t rows, int64_t columns) {
     CHECK(t.data != NULL && tensor_numel(t) == rows * columns && (rows == 1 || tensor_columns(t) == columns),
@@ -100,6 +105,11 @@ static inline void check_f32(const char *kernel, const char *name, Tensor t, int
 static inline void check_grad(const char *kernel, const char *name, Tensor t, int64_t n) {
     check_shape(kernel, name, t, 1, n);
     CHECK(t.dtype == DTYPE_FP32 || t.dtype == DTYPE_BF16, "%s: %s is %s, wanted fp32 or bf16", kernel, name, dtype_name(t.dtype));
+}
+// A parameter gradient: fp32, or rounded to the type of the activations.
+static inline void check_weight_grad(const char *kernel, const char *name, Tensor t, int64_t rows, int64_t columns, DType act) {
+    check_shape(kernel, name, t, rows, columns);
+    if (t.dtype != DTYPE_FP32) check_dtype(kernel, name, t, act);
 }
 static inline void check_act(const char *kernel, const char *name, Tensor t, int64_t rows, int64_t columns, DType wanted) {
     check_shape(kernel, name, t, rows, columns);

@@ -50,10 +50,9 @@ template <typename T> constexpr int vec_width() { return 16 / (int)sizeof(T); }
 // when a larger piece is asked for (then the host waits for the stream), and is never given back.
 void *scratch_get(int64_t bytes, Stream stream);
 
-// out_a[c] (+)= sum over p < n_partials of partial[p][c], c < columns_a, in a fixed order; and out_b from the columns_b that
-// follow them in each row. out_b may be null, of 0 columns.
-void columns_reduce(float *out_a, float *out_b, const float *partial, int n_partials, int64_t columns_a, int64_t columns_b, bool accumulate,
-                    cudaStream_t stream);
+// out_a[c] (+)= sum over p < n_partials of partial[p][c], in a fixed order; and out_b likewise from the columns that follow
+// those in each row. The sum is fp32 and rounded once, to the dtype that both have. out_b may be tensor_none().
+void columns_reduce(Tensor out_a, Tensor out_b, const float *partial, int n_partials, bool accumulate, cudaStream_t stream);
 
 // Sorts n pairs by the low key_bits of non-negative keys; equal keys keep their order. Without `temporary` it only stores
 // the bytes that a sort of n needs there.
@@ -77,6 +76,10 @@ static inline void check_act(const char *kernel, const char *name, Tensor t, int
 }
 static inline void check_f32(const char *kernel, const char *name, Tensor t, int64_t rows, int64_t columns) {
     check_act(kernel, name, t, rows, columns, DTYPE_FP32);
+}
+// A parameter gradient: fp32, or rounded to the type of the activations.
+static inline void check_weight_grad(const char *kernel, const char *name, Tensor t, int64_t rows, int64_t columns, DType act) {
+    check_act(kernel, name, t, rows, columns, t.dtype == DTYPE_FP32 ? DTYPE_FP32 : act);
 }
 
 // Number of blocks of a one-dimensional grid.

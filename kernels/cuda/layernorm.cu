@@ -234,7 +234,7 @@ layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, cons
 }
 
 template <typename T, int W, int VECTORS>
-static void layernorm_backward_launch(T *dx, float *dw, float *db, const T *dout, const T *x, const T *w, const float *mean, const float *rstd,
+static void layernorm_backward_launch(T *dx, Tensor dw, Tensor db, const T *dout, const T *x, const T *w, const float *mean, const float *rstd,
                                       const T *dresidual, int64_t rows, int64_t C, bool accumulate, Stream stream) {
     const int team_threads = (int)round_up(ceil_div(C, VECTORS * W), 32);
     const int teams = max(1, BLOCK_THREADS / team_threads), threads = teams * team_threads;
@@ -249,7 +249,7 @@ static void layernorm_backward_launch(T *dx, float *dw, float *db, const T *dout
     float *partial = (float *)scratch_get(blocks * 2 * C * (int64_t)sizeof(float), stream);
     kernel<<<grid_blocks(blocks), threads, (size_t)shared, (cudaStream_t)stream>>>(dx, partial, dout, x, w, mean, rstd, dresidual, rows, (int)C, team_threads);
     launch_check();
-    columns_reduce(dw, db, partial, (int)blocks, C, C, accumulate, (cudaStream_t)stream);
+    columns_reduce(dw, db, partial, (int)blocks, accumulate, (cudaStream_t)stream);
 }
 
 void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd, Tensor dresidual,
@@ -259,8 +259,8 @@ void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tens
     check_act(name, "dx", dx, rows, C, x.dtype);
     check_act(name, "dout", dout, rows, C, x.dtype);
     check_act(name, "w", w, 1, C, x.dtype);
-    check_f32(name, "dw", dw, 1, C);
-    check_f32(name, "db", db, 1, C);
+    check_weight_grad(name, "dw", dw, 1, C, x.dtype);
+    check_weight_grad(name, "db", db, 1, C, x.dtype);
     check_f32(name, "mean", mean, 1, rows);
     check_f32(name, "rstd", rstd, 1, rows);
     if (dresidual.data) check_act(name, "dresidual", dresidual, rows, C, x.dtype);
@@ -269,7 +269,7 @@ void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tens
     CHECK(C <= TEAM_MAX * OWN_COLUMNS_WIDE, "layernorm_backward: %" PRId64 " channels, of at most %d", C, TEAM_MAX * OWN_COLUMNS_WIDE);
     FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(), {
         auto launch = C <= TEAM_MAX * OWN_COLUMNS ? layernorm_backward_launch<floatX, W, OWN_COLUMNS / W> : layernorm_backward_launch<floatX, W, OWN_COLUMNS_WIDE / W>;
-        launch(elements<floatX>(dx), elements<float>(dw), elements<float>(db), elements<const floatX>(dout), elements<const floatX>(x),
+        launch(elements<floatX>(dx), dw, db, elements<const floatX>(dout), elements<const floatX>(x),
                elements<const floatX>(w), elements<const float>(mean), elements<const float>(rstd), elements<const floatX>(dresidual), rows, C, accumulate, stream);
     }));
 }

@@ -356,13 +356,12 @@ void cuda::linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor i
     const char *const kernel = "linear_backward_weight";
     const int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(inp);
     check_act(kernel, "inp", inp, N, C, dout.dtype);
-    check_f32(kernel, "dw", dw, OC, C);
-    if (dbias.data) check_f32(kernel, "dbias", dbias, 1, OC);
+    check_weight_grad(kernel, "dw", dw, OC, C, dout.dtype);
     Product p = {};
     p.d = dw.data; p.a = inp.data; p.b = dout.data; p.c = accumulate ? dw.data : NULL;
     p.m = C; p.n = OC; p.k = N;
     p.trans_b = true;
-    p.type_in = dout.dtype; p.type_out = DTYPE_FP32;
+    p.type_in = dout.dtype; p.type_out = dw.dtype;
     p.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     product(&p, stream);
     if (dbias.data) bias_backward(dbias, dout, accumulate, stream);

@@ -102,8 +102,9 @@ void cuda::hash_words(uint64_t *out, Tensor x, int64_t first, bool accumulate, S
 
 enum { REDUCE_GROUPS = 32 }; // warps of a block; warp g adds partials g, g + 32, ...
 
+template <typename T>
 __global__ void __launch_bounds__(32 * REDUCE_GROUPS)
-columns_reduce_kernel(float *out_a, float *out_b, const float *partial, int n_partials, int64_t columns_a, int64_t columns, bool accumulate) {
+columns_reduce_kernel(T *out_a, T *out_b, const float *partial, int n_partials, int64_t columns_a, int64_t columns, bool accumulate) {
     __shared__ float sums[REDUCE_GROUPS][32];
     int lane = threadIdx.x % 32, group = threadIdx.x / 32;
     int64_t c = (int64_t)blockIdx.x * 32 + lane;
@@ -115,15 +116,17 @@ columns_reduce_kernel(float *out_a, float *out_b, const float *partial, int n_pa
     if (group == 0 && c < columns) {
         float total = 0;
         for (int g = 0; g < REDUCE_GROUPS; g++) total += sums[g][lane];
-        float *out = c < columns_a ? out_a + c : out_b + (c - columns_a);
-        *out = accumulate ? *out + total : total;
+        T *out = c < columns_a ? out_a + c : out_b + (c - columns_a);
+        *out = from_float<T>(accumulate ? to_float(*out) + total : total);
     }
 }
 
-void columns_reduce(float *out_a, float *out_b, const float *partial, int n_partials, int64_t columns_a, int64_t columns_b, bool accumulate,
-                    cudaStream_t stream) {
-    const unsigned blocks = grid_blocks(ceil_div(columns_a + columns_b, 32));
-    columns_reduce_kernel<<<blocks, 32 * REDUCE_GROUPS, 0, stream>>>(out_a, out_b, partial, n_partials, columns_a, columns_a + columns_b, accumulate);
+void columns_reduce(Tensor out_a, Tensor out_b, const float *partial, int n_partials, bool accumulate, cudaStream_t stream) {
+    const int64_t columns_a = tensor_numel(out_a), columns = columns_a + tensor_numel(out_b);
+    const unsigned blocks = grid_blocks(ceil_div(columns, 32));
+    CHECK(!out_b.data || out_b.dtype == out_a.dtype, "columns_reduce: %s and %s", dtype_name(out_a.dtype), dtype_name(out_b.dtype));
+    FLOATX_SWITCH(out_a.dtype, columns_reduce_kernel<floatX><<<blocks, 32 * REDUCE_GROUPS, 0, stream>>>(
+        elements<floatX>(out_a), elements<floatX>(out_b), partial, n_partials, columns_a, columns, accumulate));
     launch_check();
 }
 
@@ -165,7 +168,7 @@ bias_partial_kernel(float *partial, const T *dout, int64_t rows, int64_t columns
 void cuda::bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream) {
     const int64_t rows = tensor_rows(dout), columns = tensor_columns(dout);
     const cudaStream_t s = (cudaStream_t)stream;
-    check_f32("bias_backward", "dbias", dbias, 1, columns);
+    check_weight_grad("bias_backward", "dbias", dbias, 1, columns, dout.dtype);
     FLOATX_SWITCH(dout.dtype, WIDTH_SWITCH(columns % vec_width<floatX>() == 0 && is_aligned(dout.data, 16), vec_width<floatX>(), {
         const int64_t column_blocks = ceil_div(columns, 32 * W);
         const int64_t at_once = blocks_at_once(bias_partial_kernel<floatX, W>, 32 * BIAS_WARPS, 0);
@@ -174,6 +177,6 @@ void cuda::bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stre
         float *partial = (float *)scratch_get(row_blocks * columns * (int64_t)sizeof(float), stream);
         bias_partial_kernel<floatX, W><<<blocks, 32 * BIAS_WARPS, 0, s>>>(partial, elements<const floatX>(dout), rows, columns, column_blocks);
         launch_check();
-        columns_reduce(elements<float>(dbias), NULL, partial, (int)row_blocks, columns, 0, accumulate, s);
+        columns_reduce(dbias, tensor_none(), partial, (int)row_blocks, accumulate, s);
     }));
 }
