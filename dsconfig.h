@@ -123,7 +123,7 @@ typedef struct {
 typedef struct {
     int64_t steps, seq_len, seed; // seq_len 0 = the model's n_positions
     int64_t logits_bytes;         // most memory for the logits of a micro-batch at once
-    bool matmul_search;
+    bool matmul_search, cuda_graphs;
     char output_dir[CONFIG_PATH_MAX];
     int64_t eval_every, eval_batches, sample_every, sample_tokens; // 0 = never; eval_batches 0 = all
     char sample_prompt[CONFIG_PATH_MAX];

@@ -14,6 +14,7 @@
 #pragma once
 #include "dsconfig.h"
 #include "kernels/kernels.h"
+#include "runtime/graphs.h"
 #include "runtime/grid.h"
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -274,6 +275,7 @@ typedef struct {
     int64_t logits_bytes; // most memory for logits, see head_rows
     ParamTable table;
     Stream stream;        // where compute runs
+    GraphCache *graphs;   // of units' forward and backward; null: their kernels are launched one by one
 } Model;
 
 typedef struct {
@@ -417,7 +419,7 @@ static void head_forward(const Model *m, const Weights *w, const Acts *a) {
         for (int64_t first = 0; first < N; first += rows) head_losses(m, w, a, first, min_i64(rows, N - first));
 }
 
-static void unit_forward(const Model *m, int unit, const Weights *w, const Acts *a) {
+static void unit_launch_forward(const Model *m, int unit, const Weights *w, const Acts *a) {
     switch (m->table.unit[unit].kind) {
     case UNIT_EMBED: embedding_forward(a->x_out, a->tokens, w->t[EMBED_WTE], w->t[EMBED_WPE], m->stream); break;
     case UNIT_BLOCK: block_forward(m, w, a); break;
@@ -464,7 +466,7 @@ static void head_backward(const Model *m, const Weights *w, const Grads *g, cons
                        act[ACT_LN_F_MEAN], act[ACT_LN_F_RSTD], tensor_none(), g->accumulate[HEAD_LN_F_W], m->stream);
 }
 
-static void unit_backward(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a) {
+static void unit_launch_backward(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a) {
     switch (m->table.unit[unit].kind) {
     case UNIT_EMBED:
         embedding_backward(g->t[EMBED_WTE], g->t[EMBED_WPE], a->tokens, a->dx, g->accumulate[EMBED_WTE], g->accumulate[EMBED_WPE], m->stream);
@@ -473,3 +475,37 @@ static void unit_backward(const Model *m, int unit, const Weights *w, const Grad
     case UNIT_HEAD: head_backward(m, w, g, a); break;
     }
 }
+
+// ---------------------------------------------------------------------------------------------------------------
+// All that a unit's forward or backward follows from is in its arguments, so a graph can stand for its kernels (runtime/graphs.h).
+
+typedef struct {
+    const Model *model;
+    int64_t unit;
+    int64_t backward; // 0 or 1
+    Weights w;
+    Grads g;          // zeros in forward
+    Acts a;
+} UnitJob;
+
+static void unit_job(const void *args) {
+    const UnitJob *j = (const UnitJob *)args;
+    if (j->backward) unit_launch_backward(j->model, (int)j->unit, &j->w, &j->g, &j->a);
+    else unit_launch_forward(j->model, (int)j->unit, &j->w, &j->a);
+}
+
+// g: null in forward.
+static void unit_run(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a) {
+    UnitJob j;
+    memset(&j, 0, sizeof j); // its bytes are compared
+    j.model = m;
+    j.unit = unit;
+    j.backward = g != NULL;
+    j.w = *w;
+    if (g) j.g = *g;
+    j.a = *a;
+    graph_run(m->graphs, unit_job, &j, sizeof j);
+}
+
+static void unit_forward(const Model *m, int unit, const Weights *w, const Acts *a) { unit_run(m, unit, w, NULL, a); }
+static void unit_backward(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a) { unit_run(m, unit, w, g, a); }

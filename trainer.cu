@@ -389,6 +389,9 @@ static void memory_must_fit(const Trainer *t) {
                   (double)b[MEMORY_MASTERS] / gib, (double)b[MEMORY_GRADIENTS] / gib, (double)b[MEMORY_OPTIMIZER_STATES] / gib, (double)b[MEMORY_BUFFERS] / gib, (double)b[MEMORY_ACTIVATIONS] / gib, (double)b[MEMORY_SCRATCH] / gib, room / gib);
 }
 
+// Of a unit: forward; backward of the first micro-batch of an update and of the others; evaluation; the same in other buffers of a pool.
+enum { GRAPHS_PER_UNIT = 8 };
+
 // Everything but data and files: what a test needs, too. cfg is resolved. with_backward false: for sampling and export.
 static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool with_backward, int64_t B) {
     memset(t, 0, sizeof *t);
@@ -403,6 +406,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     t->stream = stream_create();
     matmul_search(cfg->run.matmul_search);
     model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, t->stream);
+    if (cfg->run.cuda_graphs) t->model.graphs = graphs_create(t->stream, GRAPHS_PER_UNIT * t->model.table.n_units);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
     t->planned = plan_memory(cfg, &t->model, grid, t->reduce_group.direct, B, with_backward);
     memory_must_fit(t);
@@ -477,6 +481,7 @@ static void trainer_free(Trainer *t) {
     acts_free(&t->acts);
     zero_free(&t->zero);
     pipeline_free(&t->pipe);
+    graphs_free(t->model.graphs);
     model_free(&t->model);
     free(t->train_uses);
     free(t->eval_uses);

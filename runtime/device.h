@@ -40,6 +40,7 @@ int64_t device_peak_bytes(void);          // the most that this was since the la
 void device_peak_reset(void);             // the peak is what is allocated now
 void device_count(int64_t bytes);         // so many more (or, negative, fewer) of the device's bytes were allocated elsewhere for this program
 int64_t device_free_bytes(void);          // what the device says is still free
+int64_t device_frees(void);               // pieces given back by device_free so far: an address from before may be another's
 
 Stream stream_create(void);
 Stream stream_create_urgent(void);        // its kernels go before those of other streams: small ones that others wait for
@@ -55,3 +56,13 @@ double event_elapsed_ms(Event from, Event to);
 
 void device_copy(void *dst, const void *src, int64_t bytes, CopyKind kind, Stream s);
 void device_memset(void *p, int byte, int64_t bytes, Stream s);
+
+// A job enqueues work on one stream, the same work whenever the bytes of its arguments are the same. Recorded, it becomes a graph, which
+// is launched as a whole and cheaper for the host than its kernels one by one. A graph goes on doing what it was recorded
+// with, whatever has changed since: addresses, sizes, numbers. The CPU backend, which has nothing to launch, keeps the arguments
+// and calls the job with them, so that a graph which is used where it should not be does the same wrong there.
+typedef void *Graph;
+typedef void (*DeviceJob)(const void *args);
+Graph graph_record(DeviceJob job, const void *args, int64_t bytes, Stream s); // does not do the work; the job neither waits nor allocates
+void graph_launch(Graph g, Stream s);
+void graph_free(Graph g);                 // null is none; work that is under way ends undisturbed

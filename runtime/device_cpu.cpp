@@ -14,7 +14,7 @@
 
 // Private state of this file: what device_init found, and bytes handed out (atomic: loader threads allocate too).
 static DeviceInfo device_cpu;
-static int64_t device_cpu_allocated, device_cpu_peak;
+static int64_t device_cpu_allocated, device_cpu_peak, device_cpu_frees;
 
 // ---------------------------------------------------------------------------------------------------------------
 // What machine is this
@@ -346,6 +346,7 @@ void device_free(void *p) {
     for (CpuStream *s = streams; s; s = s->next) finish_work(s, UINT64_MAX); // as on a GPU: nothing may be in flight to this memory
     if (DEVICE_STRICT) race_forget(block + DEVICE_ALIGNMENT, bytes);
     __atomic_fetch_sub(&device_cpu_allocated, bytes, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&device_cpu_frees, 1, __ATOMIC_RELAXED);
     free(block);
 }
 
@@ -353,6 +354,7 @@ void *pinned_malloc(int64_t bytes) { return host_alloc((size_t)bytes); }
 void pinned_free(void *p) { free(p); }
 int64_t device_allocated_bytes(void) { return __atomic_load_n(&device_cpu_allocated, __ATOMIC_RELAXED); }
 int64_t device_peak_bytes(void) { return __atomic_load_n(&device_cpu_peak, __ATOMIC_RELAXED); }
+int64_t device_frees(void) { return __atomic_load_n(&device_cpu_frees, __ATOMIC_RELAXED); }
 void device_peak_reset(void) { __atomic_store_n(&device_cpu_peak, device_allocated_bytes(), __ATOMIC_RELAXED); }
 void device_count(int64_t bytes) { peak_note(__atomic_add_fetch(&device_cpu_allocated, bytes, __ATOMIC_RELAXED)); }
 
@@ -407,4 +409,32 @@ void device_memset(void *p, int byte, int64_t bytes, Stream s) {
     if (bytes <= 0) return;
     CHECK(device_cpu_is_device(p), "device_memset of host memory at %p", p);
     memset(device_cpu_touch("device_memset", s, p, bytes, true), byte, (size_t)bytes);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Graphs: a job and the arguments that it was recorded with
+
+typedef struct {
+    DeviceJob job;
+    void *args; // a copy
+} CpuGraph;
+
+Graph graph_record(DeviceJob job, const void *args, int64_t bytes, Stream s) {
+    (void)s;
+    CpuGraph *g = (CpuGraph *)host_alloc(sizeof *g);
+    g->job = job;
+    g->args = host_alloc((size_t)bytes);
+    memcpy(g->args, args, (size_t)bytes);
+    return g;
+}
+
+void graph_launch(Graph g, Stream s) {
+    (void)s; // the arguments hold it
+    ((CpuGraph *)g)->job(((CpuGraph *)g)->args);
+}
+
+void graph_free(Graph g) {
+    if (!g) return;
+    free(((CpuGraph *)g)->args);
+    free(g);
 }

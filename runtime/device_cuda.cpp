@@ -90,7 +90,7 @@ typedef struct {
 } Piece;
 
 static Piece *pieces;
-static int64_t n_pieces, pieces_room, allocated_bytes, peak_bytes;
+static int64_t n_pieces, pieces_room, allocated_bytes, peak_bytes, frees;
 
 void *device_malloc(int64_t bytes) {
     void *p = NULL;
@@ -120,6 +120,7 @@ void device_free(void *p) {
         if (pieces[i].data != p) continue;
         allocated_bytes -= pieces[i].bytes;
         pieces[i] = pieces[--n_pieces];
+        frees++;
         cudaCheck(cudaFree(p));
         return;
     }
@@ -141,6 +142,7 @@ void pinned_free(void *p) {
 
 int64_t device_allocated_bytes(void) { return allocated_bytes; }
 int64_t device_peak_bytes(void) { return peak_bytes; }
+int64_t device_frees(void) { return frees; }
 void device_peak_reset(void) { peak_bytes = allocated_bytes; }
 void device_count(int64_t bytes) {
     allocated_bytes += bytes;
@@ -201,4 +203,26 @@ void device_copy(void *dst, const void *src, int64_t bytes, CopyKind kind, Strea
 
 void device_memset(void *p, int byte, int64_t bytes, Stream s) {
     if (bytes) cudaCheck(cudaMemsetAsync(p, byte, (size_t)bytes, (cudaStream_t)s));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Graphs: what the job enqueues is captured, and instantiated as it is.
+
+Graph graph_record(DeviceJob job, const void *args, int64_t bytes, Stream s) {
+    (void)bytes; // kernels' arguments are copied when they are captured
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    // Of this thread alone: others (watch, data) may call CUDA meanwhile.
+    cudaCheck(cudaStreamBeginCapture((cudaStream_t)s, cudaStreamCaptureModeThreadLocal));
+    job(args);
+    cudaCheck(cudaStreamEndCapture((cudaStream_t)s, &graph));
+    cudaCheck(cudaGraphInstantiate(&exec, graph, 0));
+    cudaCheck(cudaGraphDestroy(graph));
+    return (Graph)exec;
+}
+
+void graph_launch(Graph g, Stream s) { cudaCheck(cudaGraphLaunch((cudaGraphExec_t)g, (cudaStream_t)s)); }
+
+void graph_free(Graph g) {
+    if (g) cudaCheck(cudaGraphExecDestroy((cudaGraphExec_t)g));
 }

@@ -131,6 +131,12 @@ BUGS = [
      "gradients that are written in 16 bits have room as if in 32"),
     ("zero.cu", "comm_all_to_all(z->reduce_group, z->parts, s->wire, s->shard_numel,", "if (false) comm_all_to_all(z->reduce_group, z->parts, s->wire, s->shard_numel,", "parallel@2",
      "an exchange never starts"),
+    ("runtime/graphs.h", "if (e->frees != device_frees()) {", "if (e->frees < 0) {", "graphs",
+     "graphs outlive the memory whose addresses they hold"),
+    ("runtime/graphs.h", "if (c->entry[i].used < e->used) e = &c->entry[i];", "if (c->entry[i].used > e->used) e = &c->entry[i];", "graphs",
+     "the newest graph makes room"),
+    ("model.cu", "if (g) j.g = *g;", "if (g) memcpy(j.g.t, g->t, sizeof g->t);", "graphs",
+     "a graph does not know whether it adds to a gradient"),
 ]
 
 
