@@ -91,6 +91,7 @@ typedef struct {
     char nvme_path[CONFIG_PATH_MAX];
     int64_t buffer_count, buffer_size, max_in_cpu; // the last two of parameters only, in elements
     bool pin_memory, pipeline_read, pipeline_write; // the last two of the optimizer only
+    double ratio; // of the optimizer only
 } OffloadConfig;
 
 typedef struct {
@@ -145,7 +146,6 @@ typedef struct {
     DType param_dtype, buffer_dtype, tensor_parallel_dtype;
     int64_t zero_hpz_partition_size;
     bool zero_quantized_weights, zero_quantized_gradients, cpu_offload, cpu_offload_param, cpu_offload_use_pin_memory;
-    double offload_ratio;
     bool checkpoint_activations, partition_activations, cpu_checkpointing;
     int64_t number_checkpoints, activation_checkpoint_interval;
     bool sequence_parallel;

@@ -472,7 +472,7 @@ static void config_resolve_zero(ConfigReader *r) {
     else if (z->offload_optimizer.device == OFFLOAD_NVME && z->stage < 3)
         config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.device"), "needs zero_optimization.stage 3, and it is %" PRId64 " "
                        "(DeepSpeed takes cpu then); set the stage to 3, or the device to cpu", z->stage);
-    if (o->offload_ratio < 1 && z->stage < 3)
+    if (z->offload_optimizer.ratio < 1 && z->stage < 3)
         config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_optimizer.ratio"),
                        "needs zero_optimization.stage 3, and it is %" PRId64 "; remove it", z->stage);
     if (z->offload_param.device && z->offload_param.buffer_count < 2)
@@ -561,6 +561,9 @@ static void config_refuse_unbuilt(ConfigReader *r) {
         if (k->initial[0]) config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); set it to %s", k->text, k->initial);
         else config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); remove it", k->text);
     }
+    const char *optimizer_device = ZERO_KEY("offload_optimizer.device"); // one of its values is
+    if (c->zero.offload_optimizer.device == OFFLOAD_NVME && !config_refused(c, optimizer_device))
+        config_say_key(r, CONFIG_UNBUILT, optimizer_device, "nvme is not built yet; set it to cpu or none");
 }
 
 // Works out what is open and checks what only several keys together can tell.

@@ -13,7 +13,8 @@
 //
 // The decision is made where the gradients are (UpdateControl). The host waits for it alone, never for the weights: while it
 // moves the counts, logs and enqueues the next forward, the kernels of the update still run. So nothing is decided a step
-// late: the host knows of a skip before it asks for the next loss scale or learning rate.
+// late: the host knows of a skip before it asks for the next loss scale or learning rate. What lives in host memory is
+// updated from then on by the CPU, beside the next forward pass (offload.cu).
 //
 // Invariants:
 //  1. A skipped update changes no weight, no state, no count but Optimizer.skipped, the consecutive ones and the loss scaler;
@@ -145,11 +146,12 @@ static void schedule_betas(const Config *cfg, int64_t u, double betas[2]) {
 typedef struct {
     double lr, betas[2];
     int64_t update; // applied updates before this one
-    const UpdateControl *control;
+    const UpdateControl *control; // in the backend's memory, or on_host in the host's
     const OptimizerConfig *cfg;
+    bool on_host;   // the ranges lie in host memory: the kernels of the CPU
 } UpdateArgs;
 
-// A range of a unit's shard.
+// A range of a unit's shard. Function pointers choose between the twins of a kernel: cpu:: is the backend's own where that is the CPU.
 typedef struct {
     Tensor param, master, grad, state[ZERO_STATES_MAX];
     double weight_decay;
@@ -174,17 +176,17 @@ static void update_adamw(const UpdateRange *r, const UpdateArgs *a, Stream s) {
     k.bias_correction1 = correct ? (float)(1 - pow(a->betas[0], t)) : 1.0f;
     k.bias_correction2 = correct ? (float)(1 - pow(a->betas[1], t)) : 1.0f;
     k.decoupled_decay = a->cfg->adam_w_mode;
-    adamw_update(r->param, r->master, r->grad, r->state[0], r->state[1], k, a->control, s);
+    (a->on_host ? cpu::adamw_update : adamw_update)(r->param, r->master, r->grad, r->state[0], r->state[1], k, a->control, s);
 }
 
 static void update_lion(const UpdateRange *r, const UpdateArgs *a, Stream s) {
     LionArgs k = {(float)a->lr, (float)a->betas[0], (float)a->betas[1], (float)r->weight_decay};
-    lion_update(r->param, r->master, r->grad, r->state[0], k, a->control, s);
+    (a->on_host ? cpu::lion_update : lion_update)(r->param, r->master, r->grad, r->state[0], k, a->control, s);
 }
 
 static void update_sgd(const UpdateRange *r, const UpdateArgs *a, Stream s) {
     SgdArgs k = {(float)a->lr, (float)a->cfg->momentum, (float)a->cfg->dampening, (float)r->weight_decay, a->cfg->nesterov, a->update == 0};
-    sgd_update(r->param, r->master, r->grad, r->state[0], k, a->control, s);
+    (a->on_host ? cpu::sgd_update : sgd_update)(r->param, r->master, r->grad, r->state[0], k, a->control, s);
 }
 
 // Indexed by OptimizerType.
@@ -203,6 +205,14 @@ static int optimizer_n_states(const OptimizerConfig *c) {
 // ---------------------------------------------------------------------------------------------------------------
 // The optimizer
 
+// What the CPU needs to know of an update that it makes (offload.cu).
+typedef struct {
+    const Zero *z;                // for types and numbers that do not change
+    const OptimizerRule *rule;
+    UpdateArgs args;
+    UpdateControl control;
+} HostUpdate;
+
 typedef struct {
     const Config *cfg;
     const OptimizerRule *rule;
@@ -214,6 +224,7 @@ typedef struct {
     double *host_sums;            // (SUM_COUNT) pinned copy
     UpdateControl *control, *host_control; // of the update in progress, in the backend's memory; its pinned copy
     Event decided;                // both copies are there
+    HostUpdate on_host;           // the worker's, while it updates
 } Optimizer;
 
 // What the ranks add up together: one small message an update.
@@ -313,14 +324,14 @@ static void optimizer_judge(Optimizer *o, Zero *z, double loss, double norm, int
         die_alike(EXIT_NUMERICS, "step %" PRId64 ": 100 updates in a row had a gradient that is not finite: %s; lower the learning rate", step, where);
 }
 
-// Enqueues the kernels of an update.
+// Enqueues the kernels of an update of what lives on the device.
 static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
     DType master = master_dtype(z->model);
     for (int u = 0; u < z->model->table.n_units; u++) {
         UnitState *unit = &z->unit[u];
-        int64_t decays = z->model->table.unit[u].decay_numel, to_shard = unit->update_first - unit->shard_numel * z->gather_group.rank;
-        int64_t border = min_i64(max_i64(decays - unit->update_first, 0), unit->update_numel); // elements [0, border) of the range decay
-        for (int part = 0; part < 2; part++) {
+        if (unit->update_on_host) continue;
+        int64_t border = zero_decay_border(z, u), to_shard = unit->update_first - unit->shard_numel * z->gather_group.rank;
+        for (int part = 0; part < 2; part++) { // elements [0, border) of the range decay
             int64_t from = part == 0 ? 0 : border, n = part == 0 ? border : unit->update_numel - border;
             if (n == 0) continue;
             UpdateRange r;
@@ -336,16 +347,31 @@ static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
     zero_weights_changed(z);
 }
 
+// The same for a piece of what lives in host memory, by the CPU, in the worker's thread. context: Optimizer.on_host.
+static void optimizer_apply_piece(void *context, const OffloadPiece *p, const PieceArrays *arrays) {
+    const HostUpdate *u = (const HostUpdate *)context;
+    const Model *m = u->z->model;
+    UpdateRange r;
+    memset(&r, 0, sizeof r);
+    r.param = tensor1(arrays->at[HOST_WEIGHT], m->dtype, p->numel);
+    r.master = tensor1(arrays->at[HOST_MASTER], master_dtype(m), p->numel);
+    r.grad = tensor1(arrays->at[HOST_GRAD], zero_shard_dtype(u->z), p->numel);
+    for (int i = 0; i < u->z->n_states; i++) r.state[i] = tensor1(arrays->at[HOST_STATE_0 + i], DTYPE_FP32, p->numel);
+    r.weight_decay = p->decays ? u->args.cfg->weight_decay : 0;
+    u->rule->update(&r, &u->args, NULL);
+}
+
 // Applies the gradients in zero's shards. n_tokens: tokens of the global batch, whose losses the ranks' o->sums[SUM_LOSS] hold.
 // state: what this rank holds, and must not differ from the others'. stop, save: this rank was asked to.
 static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, const RankState *state, bool stop, bool save) {
     const Config *cfg = o->cfg;
-    UpdateArgs a = {schedule_lr(cfg, o->applied_updates), {0, 0}, o->applied_updates, o->control, &cfg->optimizer};
+    UpdateArgs a = {schedule_lr(cfg, o->applied_updates), {0, 0}, o->applied_updates, o->control, &cfg->optimizer, false};
     schedule_betas(cfg, o->applied_updates, a.betas);
     optimizer_decide(o, z, state, stop, save);
     optimizer_apply(o, z, &a);
 
     event_sync(o->decided); // and the device still has the update to do
+    offload_take_gradients_end(&z->offload);
     Group g = z->reduce_group;
     if (!agree_sums(o->host_sums[SUM_HASH], o->host_sums[SUM_HASH_SQUARES], g.size)) agree_require(state, g.rank, g.size);
     OptimizerStats s;
@@ -364,6 +390,13 @@ static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, co
         optimizer_judge(o, z, s.loss_sum / (double)n_tokens, s.grad_norm, (int64_t)state->step);
         return s;
     }
+    o->on_host.z = z;
+    o->on_host.rule = o->rule;
+    o->on_host.args = a;
+    o->on_host.args.on_host = true;
+    o->on_host.args.control = &o->on_host.control;
+    o->on_host.control = *o->host_control;
+    zero_update_on_host(z, optimizer_apply_piece, &o->on_host);
     loss_scaler_update(&o->scaler, false);
     o->applied_updates++;
     o->consecutive_skipped = 0;

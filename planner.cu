@@ -34,14 +34,16 @@ static void resolve_model(Config *cfg) {
 }
 
 // What device_malloc will have given to rank grid.rank at its peak. cfg and m are resolved; B: samples of a micro-batch;
-// with_backward: to train; one_host: all ranks are on one, and reach each other's memory.
-static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid, bool one_host, int64_t B, bool with_backward) {
+// with_backward: to train; one_host: all ranks are on one, and reach each other's memory. *host, unless null: what the rank will
+// have of host memory for what is offloaded.
+static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid, bool one_host, int64_t B, bool with_backward, MemoryUse *host) {
     int64_t T = cfg->run.seq_len;
     ZeroOptions options = zero_options(&cfg->zero);
     options.direct_exchange = options.direct_exchange && one_host;
     ZeroLayout zero = zero_layout(m, options, grid.zero_size, grid.zero_rank, optimizer_n_states(&cfg->optimizer), with_backward);
     ActLayout acts = {m, pipeline_n_slots(), B, T, with_backward};
     MemoryUse use = zero.bytes;
+    if (host) *host = zero.host_bytes;
     zero_layout_free(&zero);
     use.bytes[MEMORY_ACTIVATIONS] = acts_bytes(&acts);
     use.bytes[MEMORY_SCRATCH] = scratch_bytes(B, T, m->C, m->NH) + optimizer_bytes() + (int64_t)sizeof(double); // the last: Trainer.eval_sum
@@ -60,7 +62,7 @@ static void plan_print_row(const Config *cfg, const Model *m, double unit, doubl
     const BatchConfig *b = &cfg->batch;
     GridAxes axes = {1, (int)cfg->world, 1, 1};
     // All ranks hold parts of the same size: what holds for the first holds for all.
-    MemoryUse use = plan_memory(cfg, m, grid_make(0, axes), cfg->world <= PLAN_HOST_RANKS, b->train_micro_batch_size_per_gpu, true);
+    MemoryUse use = plan_memory(cfg, m, grid_make(0, axes), cfg->world <= PLAN_HOST_RANKS, b->train_micro_batch_size_per_gpu, true, NULL);
     double total = (double)memory_total(&use);
     printf("%7" PRId64 " %6" PRId64 " %6" PRId64 " %7" PRId64 "%s", cfg->world, b->train_micro_batch_size_per_gpu, b->gradient_accumulation_steps, b->train_batch_size, cfg->batch_follows ? "*" : " ");
     for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.2f", (double)use.bytes[k] / unit);
@@ -87,7 +89,7 @@ static int plan_print(Config *first) {
     Model m;
     model_init(&m, c, first->dtype, first->run.logits_bytes, NULL);
     GridAxes one = {1, 1, 1, 1};
-    MemoryUse largest = plan_memory(first, &m, grid_make(0, one), true, first->batch.train_micro_batch_size_per_gpu, true);
+    MemoryUse largest = plan_memory(first, &m, grid_make(0, one), true, first->batch.train_micro_batch_size_per_gpu, true, NULL);
     double unit = memory_total(&largest) >= 1e9 ? gib : mib;
     printf("%s: n_layer %" PRId64 ", n_head %" PRId64 ", n_embd %" PRId64 ", n_inner %" PRId64 ", vocab_size %" PRId64 ", %" PRId64 " parameters; %s, %s, ZeRO stage %" PRId64 ", %" PRId64 " tokens a sample\n",
            m.arch->name, c->n_layer, c->n_head, c->n_embd, c->n_inner, c->vocab_size, table_param_count(&m.table), dtype_name(first->dtype), optimizer_rules[first->optimizer.type].name, first->zero.stage, first->run.seq_len);

@@ -18,6 +18,7 @@ static CommWorld test_world; // the ranks that run the tests
 #include "tests/test_parallel.h"
 #include "tests/test_zero.h"
 #include "tests/test_graphs.h"
+#include "tests/test_offload.h"
 #include "tests/test_comm.h"
 #include "tests/test_rendezvous.h"
 
@@ -26,6 +27,7 @@ static const TestSection test_sections[] = {
     {"tables", table_tests},    {"schedules", schedule_tests},   {"golden", golden_tests}, {"trainer", trainer_tests},
     {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"parallel", parallel_tests}, {"zero", zero_tests},
     {"graphs", graph_tests},
+    {"offload", offload_tests},
     {"comm", comm_tests},       {"rendezvous", rendezvous_tests},
     {"hang", hang_tests},
 };

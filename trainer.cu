@@ -34,7 +34,7 @@ typedef struct {
     Model model;
     Zero zero;
     ActStore acts;
-    MemoryUse planned;       // for this rank
+    MemoryUse planned, planned_host; // for this rank, of the device and of host memory
     Pipeline pipe;
     int *train_uses, *eval_uses; // units in the order in which an update, or a forward pass, fetches them
     int n_train_uses, n_eval_uses;
@@ -408,7 +408,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, t->stream);
     if (cfg->run.cuda_graphs) t->model.graphs = graphs_create(t->stream, GRAPHS_PER_UNIT * t->model.table.n_units);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
-    t->planned = plan_memory(cfg, &t->model, grid, t->reduce_group.direct, B, with_backward);
+    t->planned = plan_memory(cfg, &t->model, grid, t->reduce_group.direct, B, with_backward, &t->planned_host);
     memory_must_fit(t);
     zero_init(&t->zero, &t->model, zero_options(&cfg->zero), t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
     trainer_list_uses(t);

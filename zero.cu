@@ -84,11 +84,12 @@
 // Read next: acts.cu.
 #pragma once
 #include "model.cu"
+#include "offload.cu"
 #include "runtime/comm.h"
 #include "runtime/watch.h"
 #include "runtime/memory.h"
 
-enum { ZERO_STATES_MAX = 2 };
+enum { ZERO_STATES_MAX = OFFLOAD_STATES_MAX };
 // Beyond this many elements a longer message is not faster (NCCL's bandwidth levels off near 64 MB), so buckets need not grow.
 enum { BUCKET_ENOUGH_NUMEL = 16 << 20 };
 
@@ -102,6 +103,8 @@ typedef struct {
     int64_t shard_numel;  // elements of a rank's shard
     int64_t whole;        // shard_numel * ranks
     int64_t update_first, update_numel; // elements of the unit that this rank updates
+    bool update_on_host;  // by the CPU: `master` and `state` lie in host memory, with a mirror of the weights (Zero.offload)
+    bool updating;        // the CPU has been given the unit's update, and nobody has waited for it yet
     void *param;          // (whole) model's dtype; null while the unit is sharded and has no buffer
     void *param_shard;    // (shard_numel) inside `param`, or at stage 3 of its own
     void *master;         // (update_numel) of master_dtype; the same memory as the weights when the model is fp32
@@ -139,6 +142,9 @@ typedef struct {
     DType grad_accum_dtype;        // of the shards in which they are summed from stage 2 on
     bool prescale_gradients, gradient_allreduce_op; // the second: sum instead of mean
     double gradient_predivide_factor;
+    bool offload_optimizer, pin_memory;
+    double offload_ratio;          // share of the elements whose update is offloaded
+    int64_t sub_group_size;        // elements of an update on the CPU at a time, at most
 } ZeroOptions;
 
 static ZeroOptions zero_options(const ZeroConfig *c) {
@@ -160,6 +166,10 @@ static ZeroOptions zero_options(const ZeroConfig *c) {
     o.prescale_gradients = c->prescale_gradients;
     o.gradient_allreduce_op = c->gradient_allreduce_op;
     o.gradient_predivide_factor = c->gradient_predivide_factor;
+    o.offload_optimizer = c->offload_optimizer.device == OFFLOAD_CPU;
+    o.offload_ratio = c->offload_optimizer.ratio;
+    o.pin_memory = c->offload_optimizer.pin_memory;
+    o.sub_group_size = c->sub_group_size;
     return o;
 }
 
@@ -173,6 +183,8 @@ typedef struct {
     int64_t state_bytes;        // of each state
     int64_t grad_bytes;         // whole, of the unit's own
     int64_t grad_shard_bytes;   // beside `grad`
+    bool update_on_host;        // masters and states are there, and nothing of them here
+    int64_t host_element[HOST_ARRAYS]; // bytes of an element of what host memory holds of the update_numel; see host_elements
 } UnitLayout;
 
 // Everything that zero.cu allocates on one rank. A function of sizes alone (zero_layout), so that a planner can ask for any
@@ -189,7 +201,7 @@ typedef struct {
     int64_t wire_bytes;         // what a bucket holds of fp32 gradients, in a communication_data_type of 16 bits
     int64_t parts_bytes;        // with direct exchange, what all ranks have for this one
     int64_t staging_numel;      // fp32, of the largest unit
-    MemoryUse bytes;            // all of it, by kind
+    MemoryUse bytes, host_bytes; // all of it, by kind: of the device, and of host memory
 } ZeroLayout;
 
 typedef struct {
@@ -221,7 +233,8 @@ typedef struct {
     float *staging;        // (ZeroLayout.staging_numel) for tensors on their way out
     char *wire;            // (ZeroLayout.wire_bytes) the fp32 gradients of a bucket, rounded for their way; null where they travel in fp32
     ZeroLayout layout;
-    MemoryUse allocated;   // on this rank, so far
+    Offload offload;       // what lives in host memory
+    MemoryUse allocated;   // of the device, on this rank, so far
 } Zero;
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -265,6 +278,17 @@ static bool layout_direct(const ZeroLayout *l) { return l->ranks > 1 && l->opt.d
 // Tensors leave between updates, when no parts arrive: they may use the same memory.
 static bool layout_staging_in_parts(const ZeroLayout *l) { return l->parts_bytes > 0 && l->parts_bytes >= l->staging_numel * 4; }
 
+// What the next forward pass needs first is updated on the device; the border between units that comes nearest to the ratio parts it
+// from what the CPU updates.
+static bool layout_updates_on_host(const ZeroLayout *l, const Model *m, int unit) {
+    int64_t before = 0, all = 0, numel = m->table.unit[unit].numel;
+    for (int u = 0; u < m->table.n_units; u++) {
+        all += m->table.unit[u].numel;
+        if (u < unit) before += m->table.unit[u].numel;
+    }
+    return l->opt.offload_optimizer && l->with_gradients && layout_shards_updates(l) && (double)before + 0.5 * (double)numel > (1 - l->opt.offload_ratio) * (double)all;
+}
+
 // `kept`: elements of the blocks before this one that stay whole.
 static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int64_t kept) {
     bool is_block = m->table.unit[unit].kind == UNIT_BLOCK;
@@ -282,10 +306,12 @@ static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int
     u.dedicated = !layout_shards_params(l) || !is_block || small;
     u.param_bytes = u.dedicated ? u.whole * element : 0;
     u.param_shard_bytes = layout_shards_params(l) ? u.shard_numel * element : 0;
-    u.master_bytes = m->dtype == DTYPE_FP32 ? 0 : u.update_numel * dtype_bytes(master_dtype(m)); // fp32 weights are their own masters
-    u.state_bytes = l->n_states > 0 ? u.update_numel * 4 : 0;
+    u.update_on_host = layout_updates_on_host(l, m, unit);
+    u.master_bytes = m->dtype == DTYPE_FP32 || u.update_on_host ? 0 : u.update_numel * dtype_bytes(master_dtype(m)); // fp32 weights are their own masters
+    u.state_bytes = l->n_states > 0 && !u.update_on_host ? u.update_numel * 4 : 0;
     u.grad_bytes = l->with_gradients && !(layout_shards_grads(l) && is_block) ? u.whole * 4 : 0;
     u.grad_shard_bytes = l->with_gradients && layout_shards_grads(l) ? u.shard_numel * dtype_bytes(l->opt.grad_accum_dtype) : 0;
+    if (u.update_on_host) host_elements(u.host_element, m->dtype, l->n_states, layout_shards_grads(l) ? l->opt.grad_accum_dtype : DTYPE_FP32, true);
     return u;
 }
 
@@ -344,6 +370,7 @@ static ZeroLayout zero_layout(const Model *m, ZeroOptions opt, int ranks, int ra
         bytes[MEMORY_OPTIMIZER_STATES] += l.n_states * u->state_bytes;
         bytes[MEMORY_GRADIENTS] += u->grad_shard_bytes ? u->grad_shard_bytes : u->grad_bytes;
         bytes[MEMORY_BUFFERS] += (u->param_shard_bytes ? u->param_bytes : 0) + (u->grad_shard_bytes ? u->grad_bytes : 0);
+        for (int k = 0; k < HOST_ARRAYS; k++) l.host_bytes.bytes[host_array_kinds[k]] += u->update_numel * u->host_element[k];
     }
     bytes[MEMORY_BUFFERS] += l.n_param_pool * l.param_buffer_bytes + l.n_grad_pool * l.grad_buffer_bytes + l.wire_bytes + l.parts_bytes + (layout_staging_in_parts(&l) ? 0 : l.staging_numel * 4);
     return l;
@@ -377,13 +404,46 @@ static void zero_init_unit(Zero *z, int u) {
     s->reduced = event_create();
     s->param = zero_alloc_for(z, &z->gather_group, l->param_bytes, l->param_shard_bytes ? MEMORY_BUFFERS : MEMORY_WEIGHTS);
     s->param_shard = l->param_shard_bytes ? zero_alloc_for(z, &z->gather_group, l->param_shard_bytes, MEMORY_WEIGHTS) : (char *)s->param + s->shard_numel * rank * element;
-    s->master = zero_alloc(z, l->master_bytes, MEMORY_MASTERS);
-    if (!s->master) s->master = (l->param_shard_bytes ? s->param_shard : (char *)s->param + s->update_first * element);
-    for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)zero_alloc(z, l->state_bytes, MEMORY_OPTIMIZER_STATES);
     s->grad_dtype = layout_grad_dtype(&z->layout, z->model, u);
     s->grad = zero_alloc_for(z, &z->reduce_group, l->grad_bytes, l->grad_shard_bytes ? MEMORY_BUFFERS : MEMORY_GRADIENTS);
     s->grad_shard = zero_alloc(z, l->grad_shard_bytes, MEMORY_GRADIENTS);
     if (s->grad && !s->grad_shard) s->grad_shard = (float *)s->grad + s->shard_numel * rank;
+    s->update_on_host = l->update_on_host;
+    if (l->update_on_host) return; // the rest is zero_init_offload's
+    s->master = zero_alloc(z, l->master_bytes, MEMORY_MASTERS);
+    if (!s->master) s->master = (l->param_shard_bytes ? s->param_shard : (char *)s->param + s->update_first * element);
+    for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)zero_alloc(z, l->state_bytes, MEMORY_OPTIMIZER_STATES);
+}
+
+// The weights that this rank updates: element update_first of the unit, and on.
+static void *zero_updated_param(const Zero *z, const UnitState *s) {
+    return (char *)s->param_shard + (s->update_first - s->shard_numel * z->gather_group.rank) * dtype_bytes(z->model->dtype);
+}
+
+// Elements of what this rank updates of a unit that decay: the first so many.
+static int64_t zero_decay_border(const Zero *z, int unit) {
+    const UnitState *s = &z->unit[unit];
+    return min_i64(max_i64(z->model->table.unit[unit].decay_numel - s->update_first, 0), s->update_numel);
+}
+
+static void zero_init_offload(Zero *z) {
+    int n_units = z->model->table.n_units;
+    int64_t *border = (int64_t *)host_alloc(sizeof(int64_t) * (size_t)n_units);
+    offload_init(&z->offload, n_units);
+    for (int u = 0; u < n_units; u++) {
+        border[u] = zero_decay_border(z, u);
+        if (z->layout.unit[u].update_on_host) offload_add_unit(&z->offload, u, z->unit[u].update_numel, z->layout.unit[u].host_element);
+    }
+    offload_start(&z->offload, border, z->opt.sub_group_size, z->opt.pin_memory);
+    free(border);
+    for (int u = 0; u < n_units; u++) {
+        UnitState *s = &z->unit[u];
+        HostUnit *h = &z->offload.unit[u];
+        if (!s->update_on_host) continue;
+        h->device_weight = (char *)zero_updated_param(z, s);
+        s->master = h->array[HOST_MASTER];
+        for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)h->array[HOST_STATE_0 + i];
+    }
 }
 
 static void zero_init_pools(Zero *z) {
@@ -431,6 +491,7 @@ static void zero_init(Zero *z, const Model *m, ZeroOptions opt, Group gather_gro
     z->grad_written = (bool *)host_alloc(sizeof(bool) * (size_t)m->table.n_rows);
     for (int u = 0; u < m->table.n_units; u++) zero_init_unit(z, u);
     zero_init_pools(z);
+    zero_init_offload(z);
     stream_sync(z->stream); // the zeros are there before another stream writes
 }
 
@@ -438,14 +499,15 @@ static void zero_free(Zero *z) {
     stream_sync(z->stream);
     stream_sync(z->gather_stream);
     stream_sync(z->reduce_stream);
+    offload_free(&z->offload);
     for (int u = 0; u < z->model->table.n_units; u++) {
         UnitState *s = &z->unit[u];
-        if (z->model->dtype != DTYPE_FP32) device_free(s->master);
+        if (z->model->dtype != DTYPE_FP32 && !s->update_on_host) device_free(s->master);
         if (zero_shards_params(z)) comm_free(z->gather_group, s->param_shard);
         if (s->dedicated) comm_free(z->gather_group, s->param);
         if (zero_shards_grads(z)) device_free(s->grad_shard);
         if (s->grad_buffer < 0) comm_free(z->reduce_group, s->grad);
-        for (int i = 0; i < z->n_states; i++) device_free(s->state[i]);
+        for (int i = 0; i < z->n_states && !s->update_on_host; i++) device_free(s->state[i]);
         event_destroy(s->gathered);
         event_destroy(s->released);
         event_destroy(s->reduced);
@@ -519,6 +581,25 @@ static ParamBuffer *zero_take_buffer(Zero *z, int64_t distance) {
     return furthest;
 }
 
+// The CPU has made its update of a unit, and what is enqueued from here on sees the weights. Before that nobody may touch them.
+static void zero_await_update(Zero *z, int unit) {
+    UnitState *s = &z->unit[unit];
+    if (!s->updating) return;
+    offload_wait(&z->offload, unit);
+    stream_wait_event(z->stream, z->offload.unit[unit].returned);
+    stream_wait_event(z->gather_stream, z->offload.unit[unit].returned);
+    s->updating = false;
+}
+static void zero_await_updates(Zero *z) {
+    for (int u = 0; u < z->model->table.n_units; u++) zero_await_update(z, u);
+}
+
+// The CPU begins to update what lives in host memory, by update(context, ...); see offload.cu.
+static void zero_update_on_host(Zero *z, OffloadUpdate update, void *context) {
+    offload_update_begin(&z->offload, update, context);
+    for (int u = 0; u < z->model->table.n_units; u++) z->unit[u].updating = z->unit[u].update_on_host;
+}
+
 // Enqueues the gather of a unit whose copy is missing or stale. False if there is no buffer for it now.
 static bool gather_start(Zero *z, int unit, int64_t distance) {
     UnitState *s = &z->unit[unit];
@@ -545,12 +626,16 @@ static bool zero_is_current(const Zero *z, int unit) { return z->unit[unit].stat
 
 // Starts the gathers that come next: those of the units that begin within so many elements of the cursor, stopping at the
 // first that has no buffer, so that a nearer unit never waits behind a further one. It does not look past the end of the
-// list: what comes after is another update, and its weights are not written yet.
+// list: what comes after is another update, and its weights are not written yet. Nor does it look past a unit that the CPU may still
+// be updating: waiting for it would keep the launching thread from the unit before it, whose work the device is to do meanwhile.
+// (That the CPU has finished already must not matter, by invariant 2; its unit is then gathered when it is fetched, still well ahead of
+// the device.)
 static void zero_prefetch(Zero *z) {
     int64_t ahead = 0, limit = zero_shards_params(z) ? z->opt.prefetch_bucket_size : z->opt.allgather_bucket_size;
     for (int i = 0; z->cursor + i < z->n_uses && ahead < limit; i++) {
         int u = z->use_list[z->cursor + i];
         ahead += z->unit[u].whole;
+        if (z->unit[u].updating) return;
         if (!zero_is_current(z, u) && !gather_start(z, u, zero_reuse_distance(z, u))) return;
     }
 }
@@ -562,6 +647,7 @@ static void zero_use(Zero *z, int unit) {
         CHECK(z->use_list[z->cursor] == unit, "unit %d is fetched where the program says %d", unit, z->use_list[z->cursor]);
         z->cursor++;
     }
+    zero_await_update(z, unit);
     // A nested use finds the unit current: weights change only between updates.
     if (!zero_is_current(z, unit)) CHECK(gather_start(z, unit, -1), "no buffer for unit %d", unit);
     if (s->status == UNIT_GATHERING) stream_wait_event(z->stream, s->gathered);
@@ -687,6 +773,13 @@ static void *zero_sum_place(const Zero *z, const UnitState *s) {
     return (char *)s->wire + s->shard_numel * z->reduce_group.rank * dtype_bytes(wire);
 }
 
+// All micro-batches and ranks are in a unit's gradient, on stream s: if the CPU updates the unit, it goes there.
+static void zero_grad_is_final(Zero *z, int unit, Stream s) {
+    const UnitState *u = &z->unit[unit];
+    if (!z->last_micro_batch || !u->update_on_host) return;
+    offload_take_gradient(&z->offload, unit, zero_grad_part(z, unit, u->update_first - u->shard_numel * z->gather_group.rank, u->update_numel).data, s);
+}
+
 // The sum has arrived: into the shard with it, and the unit's gradient may be written again.
 static void zero_take_sum(Zero *z, UnitState *s) {
     DType wire = layout_wire(&z->layout);
@@ -697,6 +790,7 @@ static void zero_take_sum(Zero *z, UnitState *s) {
     } else if (zero_sum_adds(z, s)) add_inplace(shard, sum, z->reduce_stream);
     else if (sum.data != shard.data) convert(shard, sum, z->reduce_stream);
     s->shard_written = true;
+    zero_grad_is_final(z, (int)(s - z->unit), z->reduce_stream);
     event_record(s->reduced, z->reduce_stream);
     if (s->grad_buffer < 0) return;
     event_record(z->grad_pool[s->grad_buffer].reduced, z->reduce_stream);
@@ -761,7 +855,7 @@ static void zero_grad_end(Zero *z, int unit) {
         else z->grad_written[i] = !each;
     }
     if (!each && !z->last_micro_batch) return;
-    if (!each && z->reduce_group.size == 1) return; // the shard is the whole
+    if (!each && z->reduce_group.size == 1) { zero_grad_is_final(z, unit, z->stream); return; } // the shard is the whole
     // A bucket: as many units as fit, at least one; no more than wait while another is written.
     if (z->n_bucket > 0 && (z->bucket_numel + z->unit[unit].whole > z->bucket_limit || (each && z->n_bucket + 1 >= z->n_grad_pool))) zero_reduce_bucket(z);
     z->bucket[z->n_bucket++] = unit;
@@ -784,11 +878,6 @@ static void zero_finish_grads(Zero *z) {
 // What a row's values are read from or written to.
 typedef enum { STATE_MASTER, STATE_OPTIMIZER_0, STATE_OPTIMIZER_1, STATE_GRAD } StateKind;
 
-// The weights that this rank updates: element update_first of the unit, and on.
-static void *zero_updated_param(const Zero *z, const UnitState *s) {
-    return (char *)s->param_shard + (s->update_first - s->shard_numel * z->gather_group.rank) * dtype_bytes(z->model->dtype);
-}
-
 // The elements of a row that this rank updates, as a range of the row without its padding; empty if last <= first.
 static void zero_row_range(const Zero *z, const ParamDesc *r, int64_t *first, int64_t *last) {
     const UnitState *s = &z->unit[r->unit];
@@ -808,16 +897,30 @@ static const void *zero_gather_part(Zero *z, const UnitState *s, const void *par
     return whole;
 }
 
+// Elements [first, first + n) of an array of a unit, of which this rank updates `part`, to host memory. on_host: the part lies there.
+static void zero_read_array(Zero *z, const UnitState *s, const void *part, bool on_host, DType type, int64_t first, int64_t n, void *values) {
+    int64_t element = dtype_bytes(type);
+    if (on_host && z->gather_group.size == 1) { // the part is the whole, as offload needs stage 1 at least
+        memcpy(values, (const char *)part + first * element, (size_t)(n * element));
+        return;
+    }
+    if (on_host) {
+        char *mine = (char *)z->staging + s->shard_numel * z->gather_group.rank * element;
+        device_copy(mine, part, s->shard_numel * element, COPY_TO_DEVICE, z->stream);
+        part = mine;
+    }
+    const char *whole = (const char *)zero_gather_part(z, s, part, type, z->staging);
+    device_copy(values, whole + first * element, n * element, COPY_TO_HOST, z->stream);
+    stream_sync(z->stream);
+}
+
 // The masters of a row, joined from weights and remainders; both are gathered as 16-bit elements.
 static void zero_read_split(Zero *z, const ParamDesc *r, float *values) {
     const UnitState *s = &z->unit[r->unit];
     int64_t n = param_numel(r);
     uint16_t *weight = (uint16_t *)host_alloc((size_t)n * 2), *remainder = (uint16_t *)host_alloc((size_t)n * 2);
-    const uint16_t *whole = (const uint16_t *)zero_gather_part(z, s, zero_updated_param(z, s), DTYPE_BF16, z->staging);
-    device_copy(weight, whole + r->offset, n * 2, COPY_TO_HOST, z->stream);
-    whole = (const uint16_t *)zero_gather_part(z, s, s->master, DTYPE_BF16, z->staging);
-    device_copy(remainder, whole + r->offset, n * 2, COPY_TO_HOST, z->stream);
-    stream_sync(z->stream);
+    zero_read_array(z, s, zero_updated_param(z, s), false, DTYPE_BF16, r->offset, n, weight);
+    zero_read_array(z, s, s->master, s->update_on_host, DTYPE_BF16, r->offset, n, remainder);
 #pragma omp parallel for simd
     for (int64_t i = 0; i < n; i++) values[i] = master_join(weight[i], remainder[i]);
     free(weight);
@@ -829,6 +932,7 @@ static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];
     CHECK(r->tied_to < 0, "row %s has no storage of its own", r->name);
+    zero_await_update(z, r->unit);
     if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) { zero_read_split(z, r, values); return; }
     const float *grad = (const float *)(zero_shards_updates(z) ? s->grad_shard : s->grad); // at stage 0 every rank has the whole sum
     const float *part = kind == STATE_MASTER ? (const float *)s->master : kind == STATE_GRAD ? grad : s->state[kind - STATE_OPTIMIZER_0];
@@ -838,9 +942,7 @@ static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
         convert(mine, zero_grad_part(z, r->unit, 0, s->shard_numel), z->stream);
         part = (const float *)mine.data;
     }
-    const float *whole = (const float *)zero_gather_part(z, s, part, DTYPE_FP32, z->staging);
-    device_copy(values, whole + r->offset, param_numel(r) * 4, COPY_TO_HOST, z->stream);
-    stream_sync(z->stream);
+    zero_read_array(z, s, part, s->update_on_host && kind != STATE_GRAD, DTYPE_FP32, r->offset, param_numel(r), values);
 }
 
 // Masters in host memory become the weights and remainders of the unit's elements from `at` on, which this rank updates.
@@ -855,6 +957,32 @@ static void zero_write_split(Zero *z, const UnitState *s, int64_t at, int64_t n,
     free(remainder);
 }
 
+// n values for the elements of a unit from `at` on, whose home is host memory. Masters take the mirror of the weights and the
+// device's with them.
+static void zero_write_host(Zero *z, const ParamDesc *r, StateKind kind, int64_t at, int64_t n, const float *values) {
+    const UnitState *s = &z->unit[r->unit];
+    const HostUnit *h = &z->offload.unit[r->unit];
+    DType type = z->model->dtype;
+    int64_t from = at - s->update_first, element = dtype_bytes(type);
+    if (kind != STATE_MASTER) {
+        memcpy(s->state[kind - STATE_OPTIMIZER_0] + from, values, (size_t)n * 4);
+        return;
+    }
+    char *weight = h->array[HOST_WEIGHT] + from * element;
+#pragma omp parallel for simd
+    for (int64_t i = 0; i < n; i++) {
+        if (type == DTYPE_BF16) {
+            ((uint16_t *)weight)[i] = master_to_bf16(values[i]);
+            ((uint16_t *)s->master)[from + i] = master_remainder(values[i]);
+        } else {
+            ((float *)s->master)[from + i] = values[i]; // in fp32 the weight itself
+            if (type == DTYPE_FP16) ((uint16_t *)weight)[i] = float_to_fp16(values[i]);
+        }
+    }
+    device_copy((char *)zero_updated_param(z, s) + from * element, weight, n * element, COPY_TO_DEVICE, z->stream);
+    stream_sync(z->stream); // the worker may write the mirror
+}
+
 // The mirror; `values` are the same on every rank. Writing the masters also rounds them into the weights.
 static void zero_tensor_write(Zero *z, int row, StateKind kind, const float *values) {
     const ParamDesc *r = &z->model->table.row[row];
@@ -862,9 +990,11 @@ static void zero_tensor_write(Zero *z, int row, StateKind kind, const float *val
     float *part = kind == STATE_MASTER ? (float *)s->master : s->state[kind - STATE_OPTIMIZER_0];
     int64_t first, last;
     CHECK(r->tied_to < 0 && kind != STATE_GRAD && part, "row %s, state %d is not there", r->name, (int)kind);
+    zero_await_update(z, r->unit);
     zero_row_range(z, r, &first, &last);
     int64_t n = last - first, at = r->offset + first;
-    if (n > 0 && kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) zero_write_split(z, s, at, n, values + first);
+    if (n > 0 && s->update_on_host) zero_write_host(z, r, kind, at, n, values + first);
+    else if (n > 0 && kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) zero_write_split(z, s, at, n, values + first);
     else if (n > 0) {
         part += at - s->update_first;
         device_copy(part, values + first, n * 4, COPY_TO_DEVICE, z->stream);
@@ -880,7 +1010,12 @@ static void zero_masters_from_weights(Zero *z) {
     if (z->model->dtype == DTYPE_FP32) return; // they are the weights
     for (int u = 0; u < z->model->table.n_units; u++) {
         const UnitState *s = &z->unit[u];
-        if (master_dtype(z->model) == DTYPE_REMAINDER) device_memset(s->master, 0, s->update_numel * 2, z->stream);
+        zero_await_update(z, u);
+        if (s->update_on_host) {
+            const uint16_t *weight = (const uint16_t *)z->offload.unit[u].array[HOST_WEIGHT];
+            if (master_dtype(z->model) == DTYPE_REMAINDER) memset(s->master, 0, (size_t)s->update_numel * 2);
+            else for (int64_t i = 0; i < s->update_numel; i++) ((float *)s->master)[i] = fp16_to_float(weight[i]);
+        } else if (master_dtype(z->model) == DTYPE_REMAINDER) device_memset(s->master, 0, s->update_numel * 2, z->stream);
         else convert(tensor1(s->master, DTYPE_FP32, s->update_numel), tensor1(zero_updated_param(z, s), z->model->dtype, s->update_numel), z->stream);
     }
 }

@@ -35,6 +35,10 @@ void *device_malloc(int64_t bytes);       // contents undefined; 256-byte aligne
 void device_free(void *p);
 void *pinned_malloc(int64_t bytes);       // host memory that copies to and from the device can run beside computation
 void pinned_free(void *p);
+// The same for gigabytes: zeros, touched by all threads, on whole pages. *pin false leaves them unpinned: copies then go through
+// buffers of the driver, and the caller waits for them. Where pinning is refused *pin becomes false.
+void *pinned_region_malloc(int64_t bytes, bool *pin);
+void pinned_region_free(void *p, int64_t bytes, bool pinned);
 int64_t device_allocated_bytes(void);     // by device_malloc, and counted by device_count, now
 int64_t device_peak_bytes(void);          // the most that this was since the last device_peak_reset
 void device_peak_reset(void);             // the peak is what is allocated now

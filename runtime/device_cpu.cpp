@@ -5,9 +5,9 @@
 // with a message instead of a visit of the kernel's out-of-memory killer.
 #include "device_cpu.h"
 #include "device_races.h"
+#include "host_memory.h"
 #include <malloc.h>
 #include <omp.h>
-#include <sys/resource.h>
 
 // Each block is preceded by a header that says how long it is.
 #define DEVICE_ALIGNMENT 256
@@ -19,102 +19,6 @@ static int64_t device_cpu_allocated, device_cpu_peak, device_cpu_frees;
 // ---------------------------------------------------------------------------------------------------------------
 // What machine is this
 
-// The value of "key : value" or "key: value unit" in a file of /proc, as text. False if it is not there.
-static bool proc_field(const char *path, const char *key, char *value, size_t room) {
-    FILE *f = fopen(path, "re");
-    char line[512];
-    bool found = false;
-    while (f && !found && fgets(line, sizeof line, f)) {
-        const size_t n = strlen(key);
-        const char *colon = strchr(line, ':');
-        if (strncmp(line, key, n) != 0 || !colon || (line[n] != ':' && line[n] != ' ' && line[n] != '\t')) continue;
-        colon += 1 + strspn(colon + 1, " \t");
-        snprintf(value, room, "%.*s", (int)strcspn(colon, "\n"), colon);
-        found = true;
-    }
-    if (f) fclose(f);
-    return found;
-}
-
-// The first one or two numbers in a file; -1 for what is not there ("max" is no number).
-static void file_numbers(const char *folder, const char *name, int64_t *first, int64_t *second) {
-    char path[1280];
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    FILE *f = fopen(path, "re");
-    int64_t n[2] = {-1, -1};
-    if (f && fscanf(f, "%" SCNd64 " %" SCNd64, &n[0], &n[1]) < 1) n[0] = -1;
-    if (f) fclose(f);
-    *first = n[0];
-    if (second) *second = n[1];
-}
-
-static int64_t meminfo_bytes(const char *key) {
-    char value[64];
-    return proc_field("/proc/meminfo", key, value, sizeof value) ? (int64_t)strtoll(value, NULL, 10) * 1024 : 0;
-}
-
-// Calls look(folder, v2, result) for the control group of this process that rules `controller`, and for all above it, in
-// version 2 (one hierarchy) and version 1 (one for each controller). In a container the topmost is the container's.
-static void cgroup_each(const char *controller, void (*look)(const char *folder, bool v2, int64_t *result), int64_t *result) {
-    FILE *f = fopen("/proc/self/cgroup", "re");
-    char line[1024];
-    while (f && fgets(line, sizeof line, f)) { // number:controllers:path
-        line[strcspn(line, "\n")] = 0;
-        char *names = strchr(line, ':'), *path = names ? strchr(names + 1, ':') : NULL;
-        if (!path) continue;
-        *names++ = 0;
-        *path++ = 0;
-        const bool v2 = names[0] == 0;
-        bool ours = v2;
-        for (char *rest = NULL, *name = strtok_r(names, ",", &rest); name; name = strtok_r(NULL, ",", &rest)) ours |= strcmp(name, controller) == 0;
-        while (ours) {
-            char folder[1200];
-            snprintf(folder, sizeof folder, "/sys/fs/cgroup%s%s%s", v2 ? "" : "/", v2 ? "" : controller, path);
-            look(folder, v2, result);
-            char *slash = strrchr(path, '/');
-            if (!slash) break;
-            *slash = 0;
-        }
-    }
-    if (f) fclose(f);
-}
-
-// result[0] and [1]: bytes allowed and bytes left. Version 1 says something near 2^63 for no limit.
-static void look_at_memory(const char *folder, bool v2, int64_t *result) {
-    int64_t max, used;
-    file_numbers(folder, v2 ? "memory.max" : "memory.limit_in_bytes", &max, NULL);
-    file_numbers(folder, v2 ? "memory.current" : "memory.usage_in_bytes", &used, NULL);
-    if (max < 0) return;
-    result[0] = min_i64(result[0], max);
-    if (used >= 0) result[1] = min_i64(result[1], max_i64(0, max - used));
-}
-
-// *result: processors whose time we may use.
-static void look_at_cpu(const char *folder, bool v2, int64_t *result) {
-    int64_t quota, period;
-    file_numbers(folder, v2 ? "cpu.max" : "cpu.cfs_quota_us", &quota, &period);
-    if (!v2) file_numbers(folder, "cpu.cfs_period_us", &period, NULL);
-    if (quota > 0 && period > 0) *result = min_i64(*result, ceil_div(quota, period));
-}
-
-static void memory_now(int64_t *limit, int64_t *available) {
-    *limit = meminfo_bytes("MemTotal");
-    *available = meminfo_bytes("MemAvailable");
-    if (*limit == 0) { // no /proc: ask the C library
-        *limit = (int64_t)sysconf(_SC_PHYS_PAGES) * sysconf(_SC_PAGESIZE);
-        *available = *limit;
-    }
-    struct rlimit space; // ulimit -v
-    if (getrlimit(RLIMIT_AS, &space) == 0 && space.rlim_cur != RLIM_INFINITY && space.rlim_cur < (rlim_t)*limit) {
-        *limit = (int64_t)space.rlim_cur;
-        *available = min_i64(*available, *limit);
-    }
-    int64_t bytes[2] = {*limit, *available};
-    cgroup_each("memory", look_at_memory, bytes);
-    *limit = bytes[0];
-    *available = bytes[1];
-}
-
 bool device_probe(int index, DeviceInfo *info) {
     (void)index; // ranks of one host share its CPU
     int64_t available;
@@ -122,7 +26,7 @@ bool device_probe(int index, DeviceInfo *info) {
     char model[256];
     if (!proc_field("/proc/cpuinfo", "model name", model, sizeof model)) snprintf(model, sizeof model, "CPU");
     text_escape(info->name, sizeof info->name, model, strlen(model));
-    memory_now(&info->memory_bytes, &available);
+    host_memory_now(&info->memory_bytes, &available);
     return true;
 }
 
@@ -352,6 +256,14 @@ void device_free(void *p) {
 
 void *pinned_malloc(int64_t bytes) { return host_alloc((size_t)bytes); }
 void pinned_free(void *p) { free(p); }
+void *pinned_region_malloc(int64_t bytes, bool *pin) {
+    (void)pin; // there is nobody to copy behind the host's back
+    return host_pages_malloc(bytes);
+}
+void pinned_region_free(void *p, int64_t bytes, bool pinned) {
+    (void)pinned;
+    if (p) munmap(p, (size_t)max_i64(bytes, 1));
+}
 int64_t device_allocated_bytes(void) { return __atomic_load_n(&device_cpu_allocated, __ATOMIC_RELAXED); }
 int64_t device_peak_bytes(void) { return __atomic_load_n(&device_cpu_peak, __ATOMIC_RELAXED); }
 int64_t device_frees(void) { return __atomic_load_n(&device_cpu_frees, __ATOMIC_RELAXED); }
@@ -360,7 +272,7 @@ void device_count(int64_t bytes) { peak_note(__atomic_add_fetch(&device_cpu_allo
 
 int64_t device_free_bytes(void) {
     int64_t limit, available;
-    memory_now(&limit, &available);
+    host_memory_now(&limit, &available);
     return available;
 }
 

@@ -3,6 +3,7 @@
 // Compiled by the host compiler: there is no device code here. Streams are non-blocking ones, so that nothing waits for
 // CUDA's legacy default stream by accident.
 #include "device.h"
+#include "host_memory.h"
 #include <cuda_runtime.h>
 #include <omp.h>
 
@@ -138,6 +139,22 @@ void *pinned_malloc(int64_t bytes) {
 
 void pinned_free(void *p) {
     if (p) cudaCheck(cudaFreeHost(p));
+}
+
+// cudaHostAlloc would make the pages with one thread.
+void *pinned_region_malloc(int64_t bytes, bool *pin) {
+    void *p = host_pages_malloc(bytes);
+    if (*pin && bytes > 0 && cudaHostRegister(p, (size_t)bytes, cudaHostRegisterPortable) != cudaSuccess) {
+        cudaGetLastError(); // forgotten
+        *pin = false;
+    }
+    return p;
+}
+
+void pinned_region_free(void *p, int64_t bytes, bool pinned) {
+    if (!p) return;
+    if (pinned && bytes > 0) cudaCheck(cudaHostUnregister(p));
+    munmap(p, (size_t)max_i64(bytes, 1));
 }
 
 int64_t device_allocated_bytes(void) { return allocated_bytes; }

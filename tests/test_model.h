@@ -217,7 +217,7 @@ static void test_plan_any_world(Test *t) {
     c->run.seq_len = 2048;
     model_init(&m, &sizes, c->dtype, 256 << 20, NULL);
     GridAxes axes = {1, 1, 1, 1};
-    MemoryUse whole = plan_memory(c, &m, grid_make(0, axes), true, 1, true);
+    MemoryUse whole = plan_memory(c, &m, grid_make(0, axes), true, 1, true, NULL);
     static const struct { MemoryKind kind; int from_stage; } parts[] = {{MEMORY_OPTIMIZER_STATES, 1}, {MEMORY_MASTERS, 1}, {MEMORY_GRADIENTS, 2}, {MEMORY_WEIGHTS, 3}};
     static const int worlds[] = {2, 3, 7, 64, 1000};
     expect_near(t, "states of one rank", (double)whole.bytes[MEMORY_OPTIMIZER_STATES], 8.0 * (double)table_param_count(&m.table), 1e-3 * (double)whole.bytes[MEMORY_OPTIMIZER_STATES]);
@@ -225,9 +225,9 @@ static void test_plan_any_world(Test *t) {
     for (int w = 0; w < 5; w++) {
         int N = axes.dp = worlds[w];
         for (c->zero.stage = 0; c->zero.stage < 4; c->zero.stage++) {
-            MemoryUse one = plan_memory(c, &m, grid_make(0, axes), N <= 8, 1, true);
+            MemoryUse one = plan_memory(c, &m, grid_make(0, axes), N <= 8, 1, true, NULL);
             for (int r = 1; r < N; r += 1 + N / 8) {
-                MemoryUse other = plan_memory(c, &m, grid_make(r, axes), N <= 8, 1, true);
+                MemoryUse other = plan_memory(c, &m, grid_make(r, axes), N <= 8, 1, true, NULL);
                 expect_same_bytes(t, "another rank's plan", &other, &one, sizeof one);
             }
             double slack = (double)N * ROW_ALIGN * 8 * m.table.n_units;

@@ -1,0 +1,311 @@
+// offload.cu - homes of what does not fit on the device: host memory, from which the CPU makes the update itself.
+//
+// Of the 16 bytes that a parameter takes in training (zero.cu), AdamW's states and the master are 10, and they are needed once an
+// update, for some ten operations each. Moving them to the GPU for that would be 20 bytes of traffic a parameter. So the work
+// goes where they are (ZeRO-Offload, Ren et al. 2021): the gradient comes to the host (4 or 2 bytes), the CPU updates, and the 16-bit
+// weight goes back (2 bytes). The CPU reads and writes some 28 bytes a parameter for it, and its memory is the limit:
+// at 150 GB/s 5 billion parameters a second, where a GPU makes 150. All art lies in hiding that, without changing a bit:
+//
+//     compute  | backward of the last micro-batch: 3 2 1 0 | decide |  0  |  1  |  2  |  3  | ... the other micro-batches
+//     out      |              grad 3 | grad 2 | grad 1 | grad 0 |
+//     worker   |                                                   | 0 | 1 | 2 | 3 |
+//     in       |                                                      | 0 | 1 | 2 | 3 |
+//
+//  - A gradient leaves as soon as its sum over the ranks is final (offload_take_gradient), behind the backward pass of the units
+//    before it.
+//  - The update waits for one thing, the decision (UpdateControl): the norm of all gradients scales every one of them, and where
+//    it is not finite nothing may change. One could update at once, as if no clipping were needed, and take it back where it
+//    was. But an update cannot be inverted exactly in floating point, so the old values would have to be kept, which is more memory
+//    and traffic than anything else here; and runs clip most when they are young and nobody wants to find out whether they differ.
+//  - From there on a worker, one thread with a team of its own, walks over the units in the order in which the next forward pass
+//    needs them, in pieces of a few million elements, and each piece's weights go back at once. zero_fetch waits for its own
+//    unit only. So the device computes the first units while the CPU updates the later ones, and what shows is the time by which
+//    the CPU is slower than one forward pass.
+//  - What shows can be made less by `ratio`, the share of the elements that are offloaded at all. What is not offloaded is what
+//    the next forward pass needs first: updated on the device in no time, it gives the CPU a start.
+//
+// The worker sees host memory only. Streams, events and copies belong to the thread that launches everything else: it sends back
+// what is done whenever it asks for a unit (offload_wait), so nobody needs a lock on the device, and no order of work on it depends
+// on luck.
+//
+// Per element that is offloaded the host keeps (HostArray)
+//
+//                  weight     master          states    gradient
+//     fp32         4          the weight      4 each    4
+//     bf16         2          2 (remainder)   4 each    4, or 2 with grad_accum_dtype bf16
+//     fp16         2          4               4 each    4, or 2
+//
+// in one region, which is made, touched and pinned once. The weight is a mirror of the device's: what the CPU computes there goes back as it is.
+//
+// A home is where a unit's arrays stay between updates. Host memory is its own; a home elsewhere brings a piece's arrays in
+// at offload_piece_begin and takes them away at offload_piece_end, the two places of the worker that know.
+//
+// Invariants:
+//  1. Between offload_update_begin and the return of offload_wait for a unit, its arrays belong to the worker: whoever reads
+//     or writes them, or the device's weights, waits first.
+//  2. Pieces are updated, and sent back, in the order of their list: what waits for a unit waits for all before it, too.
+//  3. The worker reads gradients and overwrites mirrors only after all copies of the update before have arrived.
+//  4. An update is the same whoever makes it, element by element: where the arithmetic is the same (fp32, or the CPU backend) so are all bits.
+// Read next: zero.cu.
+#pragma once
+#include "model.cu"
+#include "runtime/memory.h"
+#include "runtime/watch.h"
+#include <omp.h>
+#include <pthread.h>
+
+enum { OFFLOAD_STATES_MAX = 2 };
+
+// What the host may hold of a unit.
+typedef enum { HOST_WEIGHT, HOST_MASTER, HOST_STATE_0, HOST_STATE_1, HOST_GRAD, HOST_ARRAYS } HostArray;
+
+// By HostArray: what each is for.
+static const MemoryKind host_array_kinds[HOST_ARRAYS] = {MEMORY_WEIGHTS, MEMORY_MASTERS, MEMORY_OPTIMIZER_STATES, MEMORY_OPTIMIZER_STATES, MEMORY_GRADIENTS};
+
+// Elements of a piece at most: few enough that the first of a unit is on its way back while the last is still computed, and enough
+// that each thread of a team has its millisecond of work.
+enum { OFFLOAD_PIECE_NUMEL = 4 << 20 };
+
+typedef struct {
+    char *array[HOST_ARRAYS];  // of all elements of the unit that this rank updates; null: there is none
+    int64_t element[HOST_ARRAYS]; // bytes of one
+    int64_t numel;
+    bool updates;              // by the CPU
+    int end;                   // the piece after its last
+    char *device_weight;       // where the updated weights go; null: they stay
+    Event returned;            // recorded on Offload.in behind the last of them
+} HostUnit;
+
+// Elements [from, from + numel) of what this rank updates of a unit.
+typedef struct {
+    int unit;
+    int64_t from, numel;
+    bool decays;               // by weight decay: all of its elements, or none
+} OffloadPiece;
+
+// The arrays of a piece, each from its first element on.
+typedef struct {
+    void *at[HOST_ARRAYS];
+} PieceArrays;
+
+// Updates a piece, in the worker's thread.
+typedef void (*OffloadUpdate)(void *context, const OffloadPiece *p, const PieceArrays *arrays);
+
+typedef struct {
+    int n_units;
+    HostUnit *unit;            // by unit
+    char *region;              // all arrays of all units
+    int64_t bytes;             // of it
+    bool pinned;
+    Stream out, in;            // gradients to the host, weights back
+    Event ordered;             // orders `out` behind another stream: recorded, and at once waited for
+    OffloadPiece *piece;
+    int n_pieces;
+    int sent;                  // pieces whose weights are on their way back; n_pieces between updates
+    OffloadUpdate update;
+    void *context;
+    // Shared with the worker, under the lock.
+    pthread_t worker;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int done;                  // pieces that are updated; n_pieces: nothing to do
+    bool ends;
+} Offload;
+
+// ---------------------------------------------------------------------------------------------------------------
+// Setting up
+
+// Bytes of one element of each array of a unit in host memory: with the update here all of them, else the weight alone.
+static void host_elements(int64_t element[HOST_ARRAYS], DType weight, int n_states, DType grad, bool updates) {
+    memset(element, 0, sizeof(int64_t) * HOST_ARRAYS);
+    element[HOST_WEIGHT] = dtype_bytes(weight);
+    if (!updates) return;
+    if (weight != DTYPE_FP32) element[HOST_MASTER] = weight == DTYPE_BF16 ? 2 : 4; // an fp32 weight is its own master
+    for (int i = 0; i < n_states; i++) element[HOST_STATE_0 + i] = 4;
+    element[HOST_GRAD] = dtype_bytes(grad);
+}
+
+static void offload_init(Offload *o, int n_units) {
+    memset(o, 0, sizeof *o);
+    o->n_units = n_units;
+    o->unit = (HostUnit *)host_alloc(sizeof(HostUnit) * (size_t)n_units);
+}
+
+// Gives a unit room for `numel` elements. Units are added in the order in which a forward pass needs them.
+static void offload_add_unit(Offload *o, int unit, int64_t numel, const int64_t element[HOST_ARRAYS]) {
+    HostUnit *u = &o->unit[unit];
+    u->numel = numel;
+    memcpy(u->element, element, sizeof u->element);
+    u->updates = element[HOST_GRAD] > 0;
+    for (int i = 0; i < HOST_ARRAYS; i++) o->bytes += numel * element[i];
+}
+
+// Cuts a unit into pieces of one kind of decay each, of at most piece_numel elements. `border`: elements before it decay.
+// Returns how many there are; into `piece` unless that is null.
+static int offload_cut(OffloadPiece *piece, int unit, int64_t numel, int64_t border, int64_t piece_numel) {
+    int n = 0;
+    for (int64_t from = 0; from < numel; n++) {
+        int64_t until = from < border ? border : numel, end = min_i64(until, from + piece_numel);
+        OffloadPiece p = {unit, from, end - from, from < border};
+        if (piece) piece[n] = p;
+        from = end;
+    }
+    return n;
+}
+
+static void *offload_work(void *offload);
+
+// All units are added: makes the memory, and the worker if it has work. border: by unit, how many of its elements decay.
+// sub_group_size: elements of a piece at most, 0 for as many as are good. pin: wanted.
+static void offload_start(Offload *o, const int64_t *border, int64_t sub_group_size, bool pin) {
+    if (o->bytes == 0) return;
+    int64_t piece_numel = sub_group_size > 0 ? min_i64(sub_group_size, OFFLOAD_PIECE_NUMEL) : (int64_t)OFFLOAD_PIECE_NUMEL;
+    o->pinned = pin;
+    o->region = (char *)pinned_region_malloc(o->bytes, &o->pinned);
+    if (pin && !o->pinned) note("%.2f GiB of host memory cannot be pinned (see ulimit -l): offload goes on without, and its copies hold up the device", (double)o->bytes / (1 << 30));
+    o->out = stream_create();
+    o->in = stream_create();
+    o->ordered = event_create();
+    char *at = o->region;
+    for (int pass = 0; pass < 2; pass++) {
+        o->n_pieces = 0;
+        for (int i = 0; i < o->n_units; i++) {
+            HostUnit *u = &o->unit[i];
+            if (u->updates) o->n_pieces += offload_cut(pass ? o->piece + o->n_pieces : NULL, i, u->numel, border[i], piece_numel);
+            u->end = o->n_pieces;
+            if (pass == 0 || u->numel == 0) continue;
+            u->returned = event_create();
+            for (int k = 0; k < HOST_ARRAYS; k++) {
+                if (u->element[k] == 0) continue;
+                u->array[k] = at;
+                at += u->numel * u->element[k];
+            }
+            if (!u->array[HOST_MASTER]) u->array[HOST_MASTER] = u->array[HOST_WEIGHT], u->element[HOST_MASTER] = u->element[HOST_WEIGHT];
+        }
+        if (pass == 0) o->piece = (OffloadPiece *)host_alloc(sizeof(OffloadPiece) * (size_t)max_i64(1, o->n_pieces));
+    }
+    o->done = o->sent = o->n_pieces;
+    if (o->n_pieces == 0) return;
+    pthread_mutex_init(&o->lock, NULL);
+    pthread_cond_init(&o->changed, NULL);
+    int error = pthread_create(&o->worker, NULL, offload_work, o);
+    CHECK(error == 0, "no thread for the update on the CPU: %s", strerror(error));
+}
+
+static void offload_free(Offload *o) {
+    if (o->n_pieces > 0) {
+        pthread_mutex_lock(&o->lock);
+        o->ends = true;
+        pthread_cond_broadcast(&o->changed);
+        pthread_mutex_unlock(&o->lock);
+        pthread_join(o->worker, NULL);
+        pthread_mutex_destroy(&o->lock);
+        pthread_cond_destroy(&o->changed);
+    }
+    if (o->bytes > 0) {
+        stream_sync(o->out);
+        stream_sync(o->in);
+        for (int i = 0; i < o->n_units; i++) if (o->unit[i].returned) event_destroy(o->unit[i].returned);
+        event_destroy(o->ordered);
+        stream_destroy(o->out);
+        stream_destroy(o->in);
+        pinned_region_free(o->region, o->bytes, o->pinned);
+    }
+    free(o->piece);
+    free(o->unit);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The worker
+
+static PieceArrays offload_piece_begin(Offload *o, const OffloadPiece *p) {
+    const HostUnit *u = &o->unit[p->unit];
+    PieceArrays a;
+    memset(&a, 0, sizeof a);
+    for (int k = 0; k < HOST_ARRAYS; k++)
+        if (u->array[k]) a.at[k] = u->array[k] + p->from * u->element[k];
+    return a;
+}
+
+static void offload_piece_end(Offload *o, const OffloadPiece *p) { (void)o, (void)p; }
+
+static void *offload_work(void *offload) {
+    Offload *o = (Offload *)offload;
+    omp_set_num_threads((int)max_i64(1, device_info().threads - 1)); // of this thread's teams: one core stays with whoever launches
+    pthread_mutex_lock(&o->lock);
+    while (!o->ends) {
+        if (o->done == o->n_pieces) {
+            pthread_cond_wait(&o->changed, &o->lock);
+            continue;
+        }
+        const OffloadPiece *p = &o->piece[o->done];
+        pthread_mutex_unlock(&o->lock);
+        PieceArrays arrays = offload_piece_begin(o, p);
+        o->update(o->context, p, &arrays);
+        offload_piece_end(o, p);
+        pthread_mutex_lock(&o->lock);
+        o->done++;
+        pthread_cond_broadcast(&o->changed);
+    }
+    pthread_mutex_unlock(&o->lock);
+    return NULL;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// One update, from the launching thread
+
+// What this rank updates of a unit's gradient is final on stream s: it leaves for the host.
+static void offload_take_gradient(Offload *o, int unit, const void *grad, Stream s) {
+    const HostUnit *u = &o->unit[unit];
+    event_record(o->ordered, s);
+    stream_wait_event(o->out, o->ordered);
+    device_copy(u->array[HOST_GRAD], grad, u->numel * u->element[HOST_GRAD], COPY_TO_HOST, o->out);
+}
+
+// The host waits for the gradients that are on their way. The device's may be written again.
+static void offload_take_gradients_end(Offload *o) {
+    if (o->n_pieces > 0) stream_sync(o->out);
+}
+
+// The worker begins the update, and calls update(context, ...) for each piece. Both stay valid until offload_wait has returned for all.
+static void offload_update_begin(Offload *o, OffloadUpdate update, void *context) {
+    if (o->n_pieces == 0) return;
+    CHECK(o->sent == o->n_pieces, "%d of %d pieces of the last update are on their way back", o->sent, o->n_pieces);
+    stream_sync(o->in); // invariant 3
+    pthread_mutex_lock(&o->lock);
+    o->update = update;
+    o->context = context;
+    o->done = o->sent = 0;
+    pthread_cond_broadcast(&o->changed);
+    pthread_mutex_unlock(&o->lock);
+}
+
+// Enqueues the way back of the pieces before `until`, which are updated.
+static void offload_send(Offload *o, int until) {
+    for (; o->sent < until; o->sent++) {
+        const OffloadPiece *p = &o->piece[o->sent];
+        const HostUnit *u = &o->unit[p->unit];
+        int64_t element = u->element[HOST_WEIGHT];
+        if (u->device_weight) device_copy(u->device_weight + p->from * element, u->array[HOST_WEIGHT] + p->from * element, p->numel * element, COPY_TO_DEVICE, o->in);
+        if (o->sent + 1 == u->end) event_record(u->returned, o->in);
+    }
+}
+
+// The host waits until the worker has updated a unit (-1: all), and the way back of its weights is enqueued: whoever uses
+// them on a stream waits for HostUnit.returned there. On the way everything that is done is sent back.
+static void offload_wait(Offload *o, int unit) {
+    if (o->n_pieces == 0) return;
+    int until = unit < 0 ? o->n_pieces : o->unit[unit].end;
+    pthread_mutex_lock(&o->lock);
+    for (;;) {
+        int done = o->done;
+        if (o->sent < done) {
+            pthread_mutex_unlock(&o->lock);
+            offload_send(o, done);
+            watch_tick(); // a slow update is no hang; one that stands still is
+            pthread_mutex_lock(&o->lock);
+        } else if (o->sent >= until) break;
+        else pthread_cond_wait(&o->changed, &o->lock);
+    }
+    pthread_mutex_unlock(&o->lock);
+}
