@@ -229,9 +229,12 @@ static PieceArrays offload_piece_begin(Offload *o, const OffloadPiece *p) {
 
 static void offload_piece_end(Offload *o, const OffloadPiece *p) { (void)o, (void)p; }
 
+// Threads of the worker's team. One core stays with whoever launches.
+static int offload_threads(void) { return (int)max_i64(1, device_info().threads - 1); }
+
 static void *offload_work(void *offload) {
     Offload *o = (Offload *)offload;
-    omp_set_num_threads((int)max_i64(1, device_info().threads - 1)); // of this thread's teams: one core stays with whoever launches
+    omp_set_num_threads(offload_threads());
     pthread_mutex_lock(&o->lock);
     while (!o->ends) {
         if (o->done == o->n_pieces) {

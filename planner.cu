@@ -9,6 +9,7 @@
 #include "optimizer.cu"
 #include "pipeline.cu"
 #include "replicas.cu"
+#include "runtime/host_memory.h"
 
 // What --plan takes for the size of a host, where no launcher tells.
 enum { PLAN_HOST_RANKS = 8 };
@@ -55,6 +56,15 @@ static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid
 // 0.58 to 0.74 GiB on an H200 with one rank (docs/memory.md). NCCL takes more with many.
 static const int64_t PLAN_OTHERS_BYTES = KERNELS_ON_GPU ? (int64_t)1 << 30 : 0;
 
+// Host memory that a rank's offloaded arrays take, by kind, in one line: "weights 1.00, masters 1.00, ...", in GiB.
+static const char *plan_host_text(char *text, size_t room, const MemoryUse *host) {
+    int n = 0;
+    text[0] = 0;
+    for (int k = 0; k < MEMORY_KINDS && n < (int)room; k++)
+        if (host->bytes[k]) n += snprintf(text + n, room - (size_t)n, "%s%s %.2f", n ? ", " : "", k == MEMORY_OPTIMIZER_STATES ? "optimizer states" : memory_names[k], (double)host->bytes[k] / (1 << 30));
+    return text;
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // --plan
 
@@ -62,11 +72,12 @@ static void plan_print_row(const Config *cfg, const Model *m, double unit, doubl
     const BatchConfig *b = &cfg->batch;
     GridAxes axes = {1, (int)cfg->world, 1, 1};
     // All ranks hold parts of the same size: what holds for the first holds for all.
-    MemoryUse use = plan_memory(cfg, m, grid_make(0, axes), cfg->world <= PLAN_HOST_RANKS, b->train_micro_batch_size_per_gpu, true, NULL);
+    MemoryUse host, use = plan_memory(cfg, m, grid_make(0, axes), cfg->world <= PLAN_HOST_RANKS, b->train_micro_batch_size_per_gpu, true, &host);
     double total = (double)memory_total(&use);
     printf("%7" PRId64 " %6" PRId64 " %6" PRId64 " %7" PRId64 "%s", cfg->world, b->train_micro_batch_size_per_gpu, b->gradient_accumulation_steps, b->train_batch_size, cfg->batch_follows ? "*" : " ");
     for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.2f", (double)use.bytes[k] / unit);
     printf(" %10.2f", total / unit);
+    if (cfg->zero.offload_optimizer.device) printf(" %10.2f", (double)memory_total(&host) / unit);
     if (room > 0 && total <= room) printf("  fits");
     else if (room > 0) printf("  %.2f too much", (total - room) / unit);
     putchar('\n');
@@ -98,6 +109,7 @@ static int plan_print(Config *first) {
     printf("%s of memory a rank\n%7s %6s %6s %7s ", unit == gib ? "GiB" : "MiB", "ranks", "micro", "accum", "batch");
     for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.10s", k == MEMORY_OPTIMIZER_STATES ? "states" : k == MEMORY_ACTIVATIONS ? "activat." : memory_names[k]);
     printf(" %10s", "total");
+    if (first->zero.offload_optimizer.device) printf(" %10s", "host");
     if (room > 0) printf("  of %.2f", room / unit);
     putchar('\n');
     for (Config *w = first; w; w = w->next_world)

@@ -297,14 +297,15 @@ static void print_table_row(const char *what, const char *format, ...) {
 // Bytes of the rank that has most, figure by figure. others: what the device says is in use beyond our own allocations (its
 // context, libraries, other programs); -1 on the CPU, where that would be the whole machine.
 typedef struct {
-    double planned[MEMORY_KINDS], planned_total, allocated, peak, others;
+    double planned[MEMORY_KINDS], planned_total, host[MEMORY_KINDS], host_total, allocated, peak, others;
 } MemoryReport;
 
 // All ranks call it.
 static MemoryReport trainer_memory(const Trainer *t) {
     DeviceInfo d = device_info();
     MemoryReport r;
-    for (int k = 0; k < MEMORY_KINDS; k++) r.planned[k] = (double)t->planned.bytes[k];
+    for (int k = 0; k < MEMORY_KINDS; k++) r.planned[k] = (double)t->planned.bytes[k], r.host[k] = (double)t->planned_host.bytes[k];
+    r.host_total = (double)t->zero.offload.bytes; // it is allocated at once
     r.planned_total = (double)memory_total(&t->planned);
     r.allocated = (double)device_allocated_bytes();
     r.peak = (double)device_peak_bytes();
@@ -320,9 +321,10 @@ static void tell_memory(Trainer *t) {
     double mib = 1024.0 * 1024.0;
     char kinds[512] = "", others[32];
     for (int k = 0; k < MEMORY_KINDS; k++) snprintf(kinds + strlen(kinds), sizeof kinds - strlen(kinds), ",\"%s\":%.0f", memory_names[k], r.planned[k]);
-    metrics_log(&t->metrics, "{\"event\":\"memory\",\"at_step\":%" PRId64 "%s,\"planned\":%.0f,\"peak\":%.0f,\"others\":%s}", t->step, kinds, r.planned_total, r.peak,
+    metrics_log(&t->metrics, "{\"event\":\"memory\",\"at_step\":%" PRId64 "%s,\"planned\":%.0f,\"peak\":%.0f,\"host\":%.0f,\"others\":%s}", t->step, kinds, r.planned_total, r.peak, r.host_total,
                 json_number(others, sizeof others, r.others < 0 ? NAN : r.others));
     printf("memory: at most %.1f MiB a rank allocated, %.1f planned", r.peak / mib, r.planned_total / mib);
+    if (r.host_total > 0) printf("; %.1f of host memory", r.host_total / mib);
     if (r.others >= 0) printf("; others use %.1f of the device", r.others / mib);
     putchar('\n');
     console_flush();
@@ -356,6 +358,9 @@ static void trainer_print_start(const Trainer *t) {
     print_table_row("memory (MiB)", "%.1f a rank: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, buffers %.1f, activations %.1f, scratch %.1f", memory.planned_total / mib,
                     bytes[MEMORY_WEIGHTS] / mib, bytes[MEMORY_MASTERS] / mib, bytes[MEMORY_GRADIENTS] / mib, bytes[MEMORY_OPTIMIZER_STATES] / mib, bytes[MEMORY_BUFFERS] / mib,
                     bytes[MEMORY_ACTIVATIONS] / mib, bytes[MEMORY_SCRATCH] / mib);
+    if (memory.host_total > 0)
+        print_table_row("host (MiB)", "%.1f a rank%s: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f; the CPU updates by %d threads", memory.host_total / mib, t->zero.offload.pinned ? ", pinned" : "",
+                        memory.host[MEMORY_WEIGHTS] / mib, memory.host[MEMORY_MASTERS] / mib, memory.host[MEMORY_GRADIENTS] / mib, memory.host[MEMORY_OPTIMIZER_STATES] / mib, offload_threads());
     if (memory.others >= 0) print_table_row("", "beside it others use %.1f of the device: its context, libraries, other programs", memory.others / mib);
     console_flush();
 }
@@ -392,6 +397,33 @@ static void memory_must_fit(const Trainer *t) {
 // Of a unit: forward; backward of the first micro-batch of an update and of the others; evaluation; the same in other buffers of a pool.
 enum { GRAPHS_PER_UNIT = 8 };
 
+// Refuses, before any of it is touched, what the ranks of some host would offload beyond that host's memory: the kernel lets a
+// process have pages that are not there, and ends it when it uses them.
+static void host_memory_must_fit(const Trainer *t) {
+    const double gib = 1024.0 * 1024 * 1024;
+    int64_t limit, available;
+    char name[64] = "", kinds[256];
+    int world = t->grid.world, here = 0;
+    double host = (double)memory_total(&t->planned_host) + (KERNELS_ON_GPU ? 0 : (double)memory_total(&t->planned)), together = 0;
+    double *all = (double *)host_alloc(sizeof(double) * 2 * (size_t)world), asked = (double)memory_total(&t->planned_host);
+    comm_host_all_reduce(&asked, 1, COMM_MAX);
+    if (asked > 0) {
+        gethostname(name, sizeof name - 1);
+        all[2 * t->grid.rank] = (double)(text_hash(name) >> 12);
+        all[2 * t->grid.rank + 1] = host;
+        comm_host_all_reduce(all, 2 * world, COMM_SUM);
+        for (int r = 0; r < world; r++) if (all[2 * r] == all[2 * t->grid.rank]) together += all[2 * r + 1], here++;
+        host_memory_now(&limit, &available);
+        double lack = together - (double)available, most = lack;
+        comm_host_all_reduce(&most, 1, COMM_MAX);
+        if (most > 0)
+            die_alike(EXIT_CONFIG, "out of host memory: %d rank%s of a host need%s %.2f GiB together (each %.2f: %s%s), and %.2f of %.2f are available (the least of machine and container); "
+                      "lower zero_optimization.offload_optimizer.ratio, take data_types.grad_accum_dtype = bf16, or more hosts; --plan shows what that brings", here, here == 1 ? "" : "s", here == 1 ? "s" : "", together / gib, host / gib,
+                      plan_host_text(kinds, sizeof kinds, &t->planned_host), KERNELS_ON_GPU ? "" : ", and what the device would hold", (double)available / gib, (double)limit / gib);
+    }
+    free(all);
+}
+
 // Everything but data and files: what a test needs, too. cfg is resolved. with_backward false: for sampling and export.
 static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool with_backward, int64_t B) {
     memset(t, 0, sizeof *t);
@@ -410,6 +442,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
     t->planned = plan_memory(cfg, &t->model, grid, t->reduce_group.direct, B, with_backward, &t->planned_host);
     memory_must_fit(t);
+    host_memory_must_fit(t);
     zero_init(&t->zero, &t->model, zero_options(&cfg->zero), t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
     trainer_list_uses(t);
     ActLayout acts = {&t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward};

@@ -192,6 +192,17 @@ row_too_large_for_memory() {
     says "lower train_micro_batch_size_per_gpu"
 }
 
+# What is to be offloaded must fit into what the process may have of the host: here an address space of 1 GB.
+row_too_large_for_host_memory() {
+    if [ -n "$sanitized" ] || [[ $(ldd "$binary") == *libcud* ]]; then skip "this build's libraries need more addresses"; return; fi
+    (ulimit -v 1000000 && exec timeout 60 "$binary" -c config.json model.n_layer=18 model.n_embd=512 model.n_head=8 run.output_dir=host zero_optimization.stage=1 \
+        zero_optimization.offload_optimizer.device=cpu >out 2>err </dev/null)
+    equal "exit code" $? 2
+    says "out of host memory: 1 rank of a host needs"
+    says "optimizer states"
+    says "lower zero_optimization.offload_optimizer.ratio"
+}
+
 # mpirun calls a rank that leaves without MPI's own goodbye a crash.
 row_early_ends_under_mpirun() {
     local arguments
