@@ -26,6 +26,7 @@ typedef struct {
     double seconds;
     char name[64];       // "step-00000100"
     char why[512];       // if not durable: file, call, offset, reason
+    bool not_a_number;   // if not durable: because the state holds NaN, or an infinite weight; a disk has no part in it
 } SaveResult;
 
 typedef struct {
@@ -420,6 +421,12 @@ static StoredShardPlan stored_shard_plan(const CheckpointTensors *t) {
 // Bytes on the disk of one checkpoint, the manifest estimated.
 static int64_t checkpoint_bytes(const CheckpointTensors *t) { return stored_shard_plan(t).file_bytes + 4096 + 256 * (int64_t)t->table->n_rows; }
 
+// Free bytes without which a save does not begin: a twentieth more, which the file system may take for itself, and 1 MiB.
+static int64_t checkpoint_room(const CheckpointTensors *t) {
+    int64_t bytes = checkpoint_bytes(t);
+    return bytes + bytes / 20 + (1 << 20);
+}
+
 // Says so, once at the start of a run, when the checkpoints that it will keep do not fit on the disk.
 static void checkpoint_space_note(CheckpointStore *s, const CheckpointTensors *t, int64_t num_checkpoints_to_keep) {
     int64_t free_bytes, bytes = checkpoint_bytes(t), kept = num_checkpoints_to_keep > 0 ? num_checkpoints_to_keep : 1;
@@ -427,9 +434,10 @@ static void checkpoint_space_note(CheckpointStore *s, const CheckpointTensors *t
     StepList l;
     if (s->read_only || !io_space(&s->io, &s->folder, &free_bytes) || !steps_list(s->folder.fd, &l)) return;
     int64_t more = max_i64(1, kept - l.n + 1); // one more than are kept exists while it is being written
-    if ((double)more * (double)bytes > (double)free_bytes)
-        note("checkpoint.save_dir %s: a checkpoint takes %.1f MB, and %" PRId64 " more of them will be written before one goes, but only %.1f MB are free: saves will fail then, and training will go on without them",
-             text_escape(shown, sizeof shown, s->path, strlen(s->path)), (double)bytes / 1e6, more, (double)free_bytes / 1e6);
+    double needed = (double)(more - 1) * (double)bytes + (double)checkpoint_room(t);
+    if (needed > (double)free_bytes)
+        note("checkpoint.save_dir %s: a checkpoint takes %.1f MB, and %" PRId64 " more of them will be written before one goes, which with a reserve needs %.1f MB, but only %.1f MB are free: saves will fail then, and training will go on without them",
+             text_escape(shown, sizeof shown, s->path, strlen(s->path)), (double)bytes / 1e6, more, needed / 1e6, (double)free_bytes / 1e6);
     free(l.step);
 }
 
@@ -475,8 +483,10 @@ static bool stored_shard_write_contents(Io *io, const IoHandle *file, const Trai
             t->get(t->ctx, row, kind, values);
             int64_t bad = first_bad_value(values, numel, kind);
             if (bad >= 0) {
-                good = save_refused(io, file->name, "%s of tensor %s is %s at element %" PRId64 ": this state is not worth keeping",
+                save_refused(io, file->name, "%s of tensor %s is %s at element %" PRId64 ": this state is not worth keeping",
                                     t->kind[kind], r->name, isnan(values[bad]) ? "NaN" : "infinite", bad);
+                io->error = EDOM; // no system call's: see SaveResult.not_a_number
+                good = false;
                 break;
             }
             ShardRun record = {tensor++, (uint32_t)kind, 0, numel, at};
@@ -594,8 +604,7 @@ static void save_retention(CheckpointStore *s, int64_t step, int64_t floor, int6
 static bool save_durably(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, const char *name, SaveResult *result) {
     Io *io = &s->io;
     StoredShardPlan plan = stored_shard_plan(t);
-    int64_t free_bytes, needed = checkpoint_bytes(t), reserve = 1 << 20;
-    needed += needed / 20 + reserve;
+    int64_t free_bytes, needed = checkpoint_room(t);
     if (!io_space(io, &s->folder, &free_bytes)) return false;
     if (free_bytes < needed) return save_refused(io, name, "needs %" PRId64 " bytes, but only %" PRId64 " are free", needed, free_bytes);
     char temporary[128];
@@ -645,7 +654,10 @@ static SaveResult checkpoint_save(CheckpointStore *s, const TrainingState *state
     if (result.durable) {
         save_latest(s, result.name, shown);
         save_retention(s, state->step, keep_n_most_recent, num_checkpoints_to_keep, shown);
-    } else snprintf(result.why, sizeof result.why, "%s/%s", shown, s->io.why);
+    } else {
+        snprintf(result.why, sizeof result.why, "%s/%s", shown, s->io.why);
+        result.not_a_number = s->io.error == EDOM;
+    }
     result.seconds = clock_seconds() - start;
     return result;
 }

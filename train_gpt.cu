@@ -204,7 +204,7 @@ int main(int argc, char **argv) {
     }
     if (cfg->world != world.world)
         die_alike(EXIT_CONFIG, "the environment speaks of %" PRId64 " ranks, but %d found each other; leave the variables of one launcher only", cfg->world, world.world);
-    configurations_agree(cfg);
+    configurations_agree(cfg, world);
     watch_begin(cfg, world);
     Trainer t;
     trainer_init(&t, cfg, world);          // device, tables, program, shards, slots, data, files

@@ -117,22 +117,45 @@ static void ranks_agree(double value, const char *otherwise) {
     if (least != most) die_alike(EXIT_CONFIG, "%s", otherwise);
 }
 
+enum { CONFIG_VALUE_TEXT = 6 * CONFIG_PATH_MAX + 16 }; // a byte of a text may take six as an escape
+
+// 52 bits of a hash of a key's effective value; 0 if it has none.
+static double config_value_hash(const Config *cfg, int key) {
+    char value[CONFIG_VALUE_TEXT];
+    return config_in_table(cfg, key) ? (double)(text_hash(config_show_field(cfg, &config_keys[key], value, sizeof value)) >> 12) : 0;
+}
+
 // 52 bits of a hash of the effective configuration.
 static double config_digest(const Config *cfg) {
-    char *text = NULL;
-    size_t length = 0;
-    FILE *f = open_memstream(&text, &length);
-    CHECK(f, "open_memstream: %s", strerror(errno));
-    config_print_table(f, cfg);
-    fclose(f);
-    uint64_t hash = text_hash(text);
-    free(text);
+    uint64_t hash = 0;
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) hash = rng_mix(hash ^ (uint64_t)config_value_hash(cfg, i));
     return (double)(hash >> 12);
 }
 
-// Ranks that trained by different settings would wait for each other for ever, or learn something that no file says.
-static void configurations_agree(const Config *cfg) {
-    ranks_agree(config_digest(cfg), "the ranks have different configurations; give all hosts the same file and the same command line (compare the output of --check-config)");
+// The words for a key's value on a rank, which it tells the others.
+static void config_show_told(const void *config, int key, int rank, double value, char text[AGREE_VALUE]) {
+    const Config *cfg = (const Config *)config;
+    char shown[CONFIG_VALUE_TEXT];
+    snprintf(text, AGREE_VALUE, "without a value");
+    if (value == 0) return;
+    if (rank == message_rank) snprintf(text, AGREE_VALUE, "%.*s", AGREE_VALUE - 1, config_show_field(cfg, &config_keys[key], shown, sizeof shown));
+    comm_host_broadcast(text, AGREE_VALUE, rank);
+}
+
+// Ranks that trained by different settings would wait for each other for ever, or learn something that no file says. All ranks
+// come here; the message names keys, ranks and values.
+static void configurations_agree(const Config *cfg, CommWorld world) {
+    double digest = config_digest(cfg), least = digest, most = digest;
+    comm_host_all_reduce(&least, 1, COMM_MIN);
+    comm_host_all_reduce(&most, 1, COMM_MAX);
+    if (least == most) return;
+    const char *name[CONFIG_KEY_COUNT];
+    double value[CONFIG_KEY_COUNT];
+    char text[AGREE_TEXT];
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) name[i] = config_keys[i].path, value[i] = config_value_hash(cfg, i);
+    double *all = agree_gather(value, CONFIG_KEY_COUNT, world.rank, world.world);
+    agree_describe(text, all, name, CONFIG_KEY_COUNT, world.world, config_show_told, cfg);
+    die_alike(EXIT_CONFIG, "the ranks have different configurations: %s; give all hosts the same file and the same command line", text);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -148,6 +171,7 @@ static const struct {
     bool is_number;
 } digest_parts[] = {
     {'b', "train_batch_size", "train_batch_size", true},
+    {'a', "gradient_accumulation_steps", "gradient_accumulation_steps", true},
     {'s', "train_gpt.run.seq_len", "train_gpt.run.seq_len", true},
     {'o', "optimizer.", "optimizer", false},
     {'l', "scheduler. train_gpt.run.lr_schedule train_gpt.run.warmup_steps train_gpt.run.total_steps train_gpt.run.final_lr_frac", "learning-rate schedule", false},
@@ -174,7 +198,7 @@ static void digest_part(const Config *cfg, int part, char text[16]) {
         config_show_field(cfg, &config_keys[i], value, sizeof value);
         hash = rng_mix(hash ^ text_hash(config_keys[i].path) ^ rng_mix(text_hash(value)));
     }
-    if (digest_parts[part].is_number && strlen(value) < 10) snprintf(text, 16, "%.15s", value);
+    if (digest_parts[part].is_number && strlen(value) < 8) snprintf(text, 16, "%.15s", value);
     else snprintf(text, 16, "%05x", (unsigned)(hash >> 44));
 }
 

@@ -14,7 +14,11 @@
 #include "comm.h"
 #include <float.h>
 
-enum { AGREE_BITS = 18, AGREE_TEXT = 1500 };
+enum { AGREE_BITS = 18, AGREE_TEXT = 1500, AGREE_VALUE = 96 };
+
+// Puts a rank's value into words, where they are other words than its number. All ranks call it for the same ranks in the same
+// order, so the rank that knows them may broadcast them.
+typedef void (*AgreeShow)(const void *ctx, int field, int rank, double value, char text[AGREE_VALUE]);
 
 // What all ranks hold alike when an update ends in its sums. The host's own numbers; no collective makes them equal.
 typedef struct {
@@ -60,32 +64,43 @@ PRINTF_LIKE(3, 4) static void agree_put(char *text, size_t *length, const char *
     *length = (size_t)min_i64(AGREE_TEXT - 1, (int64_t)*length + n);
 }
 
+static void agree_show_number(const void *ctx, int field, int rank, double value, char text[AGREE_VALUE]) {
+    (void)ctx, (void)field, (void)rank;
+    if (value == -DBL_MAX) snprintf(text, AGREE_VALUE, "nan");
+    else snprintf(text, AGREE_VALUE, "%.17g", value);
+}
+
 // What differs, in words: "lr is 0.001 on rank 2 and 0.002 on the 3 others". value: (n_values, world), a column a rank.
-// Without a majority each rank's value is told. Returns how many of the values differ.
-static int agree_describe(char *text, const double *value, const char *const *name, int n_values, int world) {
+// Without a majority each rank's value is told. show may be null. Returns how many of the values differ.
+static int agree_describe(char *text, const double *value, const char *const *name, int n_values, int world, AgreeShow show, const void *ctx) {
+    char shown[AGREE_VALUE];
     size_t length = 0;
     int differ = 0;
     text[0] = 0;
     for (int f = 0; f < n_values; f++) {
         const double *v = value + (int64_t)f * world;
         double candidate = v[0];
-        int votes = 0, same = 0;
+        int votes = 0, same = 0, one = 0; // one: a rank of the majority
         for (int r = 0; r < world; r++) { // Boyer and Moore 1981: whoever has the majority survives
             if (votes == 0) candidate = v[r];
             votes += v[r] == candidate ? 1 : -1;
         }
-        for (int r = 0; r < world; r++) same += v[r] == candidate;
+        for (int r = 0; r < world; r++) {
+            same += v[r] == candidate;
+            if (v[r] == candidate) one = r;
+        }
         if (same == world) continue;
         bool majority = 2 * same > world;
         agree_put(text, &length, "%s%s is ", differ++ ? "; " : "", name[f]);
         for (int r = 0, told = 0; r < world; r++) {
             if (majority && v[r] == candidate) continue;
             if (told++ == 8) { agree_put(text, &length, ", ..."); break; }
-            if (v[r] == -DBL_MAX) agree_put(text, &length, "%snan on rank %d", told > 1 ? ", " : "", r);
-            else agree_put(text, &length, "%s%.17g on rank %d", told > 1 ? ", " : "", v[r], r);
+            (show ? show : agree_show_number)(ctx, f, r, v[r], shown);
+            agree_put(text, &length, "%s%s on rank %d", told > 1 ? ", " : "", shown, r);
         }
-        if (majority && candidate == -DBL_MAX) agree_put(text, &length, " and nan on the other %d", same);
-        else if (majority) agree_put(text, &length, " and %.17g on the other %d", candidate, same);
+        if (!majority) continue;
+        (show ? show : agree_show_number)(ctx, f, one, candidate, shown);
+        agree_put(text, &length, " and %s on the other %d", shown, same);
     }
     return differ;
 }
@@ -112,6 +127,6 @@ static void agree_require(const RankState *s, int rank, int world) {
     if (memcmp(least, most, sizeof least) == 0) return;
     double *all = agree_gather(value, AGREE_FIELDS, rank, world);
     char text[AGREE_TEXT];
-    agree_describe(text, all, agree_names, AGREE_FIELDS, world);
+    agree_describe(text, all, agree_names, AGREE_FIELDS, world, NULL, NULL);
     die_alike(EXIT_NUMERICS, "step %.0f: the ranks no longer hold the same: %s; " AGREE_ADVICE, all[0], text);
 }

@@ -33,7 +33,7 @@ typedef struct {
 typedef struct {
     int (*before)(void *ctx, IoCall *call); // 0 = make the call, else the errno that it fails with
     void *ctx;
-    int error;             // errno of the last failure
+    int error;             // errno of the last failure, or what the caller says of its own
     char why[400];
 } Io;
 

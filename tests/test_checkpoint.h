@@ -824,6 +824,7 @@ static void test_checkpoint_not_finite(Test *t) {
         f->poison_row = row; f->poison_kind = cases[i].kind; f->poison = cases[i].value;
         SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 1);
         expect_true(t, r.durable == !cases[i].word, "case %zu: durable %d, %s", i, r.durable, r.why);
+        expect_true(t, r.not_a_number == !!cases[i].word, "case %zu: not_a_number %d", i, r.not_a_number);
         if (cases[i].word) expect_contains(t, "why", r.why, cases[i].word);
         expect_true(t, ckpt_exists(folder, "step-00000005") == !!cases[i].word, "case %zu: older one %d", i, ckpt_exists(folder, "step-00000005"));
         f->poison_row = -1;
@@ -1454,6 +1455,16 @@ static void test_checkpoint_space(Test *t) {
     SaveResult r = checkpoint_save(s, &f->state, &tensors, 0, 0);
     expect_true(t, !r.durable && folders == 0, "durable %d, %d folders made", r.durable, folders);
     expect_contains(t, "why", r.why, "are free");
+    expect_true(t, !r.not_a_number, "a full disk counts as NaN");
+    char needed[64]; // the start foresees what the save asks for
+    CkptCaptured c;
+    snprintf(needed, sizeof needed, "needs %" PRId64 " bytes, but", checkpoint_room(&tensors));
+    expect_contains(t, "why", r.why, needed);
+    ckpt_capture_begin(&c);
+    checkpoint_space_note(s, &tensors, 1);
+    ckpt_capture_end(&c);
+    snprintf(needed, sizeof needed, "with a reserve needs %.1f MB, but", (double)checkpoint_room(&tensors) / 1e6);
+    expect_contains(t, "note", c.text, needed);
     expect_true(t, ckpt_verdict(folder, "step-00000001") == NULL, "the old one was harmed");
     checkpoint_close(s);
     free(huge.row);

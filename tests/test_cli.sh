@@ -232,6 +232,24 @@ row_refusal_of_one_rank() {
 -c config.json --bogus|--bogus'
 }
 
+# Ranks that were given different settings learn which, and who has what.
+row_configurations_that_differ() {
+    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    local ranks=(env ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun -n 1 "$binary" -c config.json train_batch_size=6 :)
+    "${ranks[@]}" -n 1 "$binary" -c config.json train_batch_size=6 optimizer.params.lr=2e-3 run.output_dir=elsewhere : -n 1 "$binary" -c config.json train_batch_size=6 >out 2>err </dev/null
+    equal "mpirun's exit code" $? 2
+    says 'have different configurations: optimizer.params.lr is 0.002 on rank 1 and 0.001 on the other 2; train_gpt.run.output_dir is "elsewhere" on rank 1 and "out_dir" on the other 2; give all'
+    equal "lines that say so" "$(grep -ac 'different configurations' err)" 1
+    "${ranks[@]}" -n 1 "$binary" -c config.json train_batch_size=6 optimizer.type=SGD >out 2>err </dev/null
+    equal "mpirun's exit code" $? 2
+    says 'optimizer.type is "AdamW" on rank 0, "SGD" on rank 1; '
+    says 'optimizer.params.eps is 1e-08 on rank 0, without a value on rank 1; '
+    sed 's/1e-3/0.001/' config.json >same.json # said in other words, it is the same
+    "${ranks[@]}" -n 1 "$binary" -c same.json train_batch_size=6 run.steps=12 >out 2>err </dev/null
+    equal "mpirun's exit code with equal values" $? 0
+}
+
 row_misspelt_key() {
     sed -i 's/"gradient_clipping"/"gradient_cliping"/' config.json
     refuses 2 -c config.json
@@ -549,6 +567,8 @@ row_settings_changed() {
     run_expect 0 -c config.json run.steps=18 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4 gradient_clipping=0.5 data.shuffle=true
     says "checkpoint step-00000016 was trained with another gradient_clipping, another order of the data (shuffle, dataloader_drop_last); from here on"
     says_not "train_batch_size"
+    run_expect 0 -c config.json run.steps=20 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4 gradient_clipping=0.5 data.shuffle=true gradient_accumulation_steps=2
+    says "checkpoint step-00000018 was trained with gradient_accumulation_steps 1 (now 2); from here on"
 }
 
 row_every_checkpoint_broken() {
@@ -580,6 +600,10 @@ row_checkpoint_of_another_model() {
 row_numbers_that_run_away() {
     run_expect 76 -c config.json optimizer.params.lr=1e30 gradient_clipping=0
     says "step"
+    # The loss was finite, and what the update made of the weights is not: no checkpoint holds that, and no disk is to blame.
+    run_expect 76 -c config.json optimizer.params.lr=3e38 optimizer.params.weight_decay=100 run.steps=1 run.output_dir=infinite
+    says "the checkpoint of step 1 was not saved"
+    says_not "make room"
 }
 
 row_generate_and_export() {

@@ -284,9 +284,9 @@ static void test_agreement(Test *t) {
     char text[AGREE_TEXT];
     static const char *const name[] = {"lr", "loss", "step"};
     const double three[] = {1, 2, 1, /**/ 5, 5, 5, /**/ 7, 7, -DBL_MAX}, two[] = {1, 2, /**/ 5, 5, /**/ 0.1, 0.5};
-    expect_equal_i64(t, "fields that differ", agree_describe(text, three, name, 3, 3), 2);
+    expect_equal_i64(t, "fields that differ", agree_describe(text, three, name, 3, 3, NULL, NULL), 2);
     expect_equal_text(t, "three ranks", text, "lr is 2 on rank 1 and 1 on the other 2; step is nan on rank 2 and 7 on the other 2");
-    expect_equal_i64(t, "fields that differ", agree_describe(text, two, name, 3, 2), 2);
+    expect_equal_i64(t, "fields that differ", agree_describe(text, two, name, 3, 2, NULL, NULL), 2);
     expect_equal_text(t, "two ranks", text, "lr is 1 on rank 0, 2 on rank 1; step is 0.10000000000000001 on rank 0, 0.5 on rank 1");
     const double halves[] = {1, 1, 9, 1, /**/ 3, 3, 3, 4};
     replicas_name(text, halves, 4);
