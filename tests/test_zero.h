@@ -79,6 +79,24 @@ static void test_keys_without_a_bit(Test *t) {
     }
 }
 
+// Read from outside, a gradient is the shards' values in fp32.
+static void expect_gradient_read(Test *t, Zero *z, Stream s) {
+    const ParamDesc *row = &z->model->table.row[0];
+    float *seen = (float *)host_alloc((size_t)param_numel(row) * 4), *there = (float *)host_alloc((size_t)param_numel(row) * 4);
+    int64_t first, last;
+    zero_tensor_read(z, 0, STATE_GRAD, seen);
+    zero_row_range(z, row, &first, &last);
+    if (first < last) {
+        Tensor part = zero_grad_part(z, row->unit, row->offset + first - z->unit[row->unit].update_first, last - first);
+        device_copy(there, part.data, (last - first) * dtype_bytes(part.dtype), COPY_TO_HOST, s);
+        stream_sync(s);
+        for (int64_t i = 0; i < last - first; i++)
+            expect_true(t, seen[first + i] == dtype_load(there, part.dtype, i), "element %" PRId64 " reads %g", i, (double)seen[first + i]);
+    }
+    free(seen);
+    free(there);
+}
+
 // The way of a gradient, bit for bit: what this rank computed (g), in fp32, is rounded to communication_data_type, summed over
 // the ranks, and added to the shard, which is rounded to grad_accum_dtype. g comes from a run that sends fp32. Where a model's
 // own type travels, its kernels do the rounding; a GPU's may then have taken another algorithm for a product, whose sums in
@@ -163,21 +181,7 @@ static void gradient_way(Test *t, DType model, int stage, DType communication, D
         free(host);
         device_free(sent);
     }
-    // Read from outside, a gradient is the shards' values in fp32.
-    const ParamDesc *row = &rounds->model.table.row[0];
-    float *seen = (float *)host_alloc((size_t)param_numel(row) * 4), *there = (float *)host_alloc((size_t)param_numel(row) * 4);
-    int64_t first, last;
-    zero_tensor_read(z, 0, STATE_GRAD, seen);
-    zero_row_range(z, row, &first, &last);
-    if (stage > 0 && first < last) {
-        Tensor part = zero_grad_part(z, row->unit, row->offset + first - z->unit[row->unit].update_first, last - first);
-        device_copy(there, part.data, (last - first) * dtype_bytes(part.dtype), COPY_TO_HOST, s);
-        stream_sync(s);
-        for (int64_t i = 0; i < last - first; i++)
-            expect_true(t, seen[first + i] == dtype_load(there, part.dtype, i), "element %" PRId64 " reads %g", i, (double)seen[first + i]);
-    }
-    free(seen);
-    free(there);
+    if (stage > 0) expect_gradient_read(t, z, s);
     for (int k = 0; k < sums; k++) free(own[k]);
     free(own);
     stream_destroy(s);
