@@ -107,6 +107,16 @@ typedef struct {
     OffloadConfig offload_param, offload_optimizer;
 } ZeroConfig;
 
+// What backward computes again instead of finding it stored; each step includes those before it. See act_descs.
+typedef enum { RECOMPUTE_NONE, RECOMPUTE_NORMS, RECOMPUTE_GELU, RECOMPUTE_FFN, RECOMPUTE_QKV, RECOMPUTE_BLOCK, RECOMPUTE_POLICIES } RecomputePolicy;
+
+typedef struct {
+    RecomputePolicy policy;
+    bool enabled, partition_activations, cpu_checkpointing, synchronize_checkpoint_boundary, profile;
+    int64_t number_checkpoints;             // segments of blocks; 0 = every block is one
+    int64_t activation_checkpoint_interval; // blocks in a segment, the other way to say it; 0 = not given
+} ActivationCheckpointingConfig;
+
 typedef enum { PIPELINE_1F1B, PIPELINE_GPIPE, PIPELINE_INTERLEAVED } PipelineSchedule;
 
 typedef struct {
@@ -124,7 +134,7 @@ typedef struct {
 typedef struct {
     int64_t steps, seq_len, seed; // seq_len 0 = the model's n_positions
     int64_t logits_bytes;         // most memory for the logits of a micro-batch at once
-    bool matmul_search, cuda_graphs;
+    bool matmul_search, cuda_graphs, gelu_apart;
     char output_dir[CONFIG_PATH_MAX];
     int64_t eval_every, eval_batches, sample_every, sample_tokens; // 0 = never; eval_batches 0 = all
     char sample_prompt[CONFIG_PATH_MAX];
@@ -146,8 +156,6 @@ typedef struct {
     DType param_dtype, buffer_dtype, tensor_parallel_dtype;
     int64_t zero_hpz_partition_size;
     bool zero_quantized_weights, zero_quantized_gradients, cpu_offload, cpu_offload_param, cpu_offload_use_pin_memory;
-    bool checkpoint_activations, partition_activations, cpu_checkpointing;
-    int64_t number_checkpoints, activation_checkpoint_interval;
     bool sequence_parallel;
     int64_t attention_window_size, profile_step;
     bool checkpoint_type, decoupled_writer, writer_statistics, memory_breakdown, flops_profiler, comms_logger, csv_monitor;
@@ -174,6 +182,7 @@ typedef struct Config {
     Bf16Config bf16;
     DType dtype; // what fp16 and bf16 say: the type of weights, activations and their gradients
     ZeroConfig zero;
+    ActivationCheckpointingConfig activation_checkpointing;
     ParallelConfig parallel;
     DataConfig data;
     RunConfig run;

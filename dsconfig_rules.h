@@ -514,6 +514,45 @@ static void config_resolve_zero(ConfigReader *r) {
         if (h && c->key[config_find_key(sizes[i].key)].origin == ORIGIN_AUTO) *sizes[i].field = sizes[i].value;
 }
 
+#define ACT_KEY(key) "activation_checkpointing." key
+
+// The switch is not DeepSpeed's: there the model's code decides whether it recomputes at all.
+static void config_resolve_activation_checkpointing(ConfigReader *r) {
+    Config *c = r->config;
+    ActivationCheckpointingConfig *a = &c->activation_checkpointing;
+    const struct { const char *key; bool on, of_checkpoints; } asks[] = {
+        {ACT_KEY("enabled"), a->enabled, false},
+        {ACT_KEY("partition_activations"), a->partition_activations, false},
+        {ACT_KEY("cpu_checkpointing"), a->cpu_checkpointing, true},
+        {ACT_KEY("number_checkpoints"), a->number_checkpoints > 0, true},
+        {"pipeline.activation_checkpoint_interval", a->activation_checkpoint_interval > 0, true},
+    };
+    bool given = config_given(c, ACT_KEY("policy"));
+    for (size_t i = 0; i < sizeof asks / sizeof *asks; i++) {
+        if (!asks[i].on) continue;
+        if (!given) {
+            a->policy = RECOMPUTE_BLOCK;
+            config_derive(r, ACT_KEY("policy"), ORIGIN_DERIVED);
+        } else if (a->policy == RECOMPUTE_NONE)
+            config_say_key(r, CONFIG_PROBLEM, ACT_KEY("policy"), "is none, but %s asks for recomputation; remove one of them", asks[i].key);
+        else if (asks[i].of_checkpoints && a->policy != RECOMPUTE_BLOCK)
+            config_say_key(r, CONFIG_PROBLEM, asks[i].key, "is about the inputs of blocks, which alone are stored with " ACT_KEY("policy") " = block; give that, or remove this key");
+    }
+    if (a->number_checkpoints > 0 && a->activation_checkpoint_interval > 0)
+        config_say_key(r, CONFIG_PROBLEM, "pipeline.activation_checkpoint_interval", "says what " ACT_KEY("number_checkpoints") " says in another way; remove one of them");
+    if (a->partition_activations && c->parallel.tensor == 1)
+        config_say_key(r, CONFIG_NOTICE, ACT_KEY("partition_activations"), "one tensor-parallel rank: nothing to split");
+    if (a->policy == RECOMPUTE_NONE && a->profile) config_say_key(r, CONFIG_NOTICE, ACT_KEY("profile"), "has no effect without recomputation");
+    if (a->policy == RECOMPUTE_NONE && a->synchronize_checkpoint_boundary)
+        config_say_key(r, CONFIG_NOTICE, ACT_KEY("synchronize_checkpoint_boundary"), "has no effect without recomputation");
+    // Only from what is stored, the rounded pre-activation, can the same bits be computed again.
+    if (a->policy != RECOMPUTE_GELU) return;
+    if (config_given(c, RUN_KEY("gelu_apart")) && !c->run.gelu_apart)
+        config_say_key(r, CONFIG_PROBLEM, RUN_KEY("gelu_apart"), "is false, and with " ACT_KEY("policy") " = gelu the GELU is computed from stored values; remove the key");
+    c->run.gelu_apart = true;
+    if (!config_given(c, RUN_KEY("gelu_apart"))) config_derive(r, RUN_KEY("gelu_apart"), ORIGIN_DERIVED);
+}
+
 static void config_resolve_rest(ConfigReader *r) {
     Config *c = r->config;
     const CompatConfig *o = &c->compat;
@@ -524,8 +563,6 @@ static void config_resolve_rest(ConfigReader *r) {
                        "is more than checkpoint.num_checkpoints_to_keep = %" PRId64 "; lower it", k->num_checkpoints_to_keep);
     if (c->batch.vocabulary_size % 8 != 0)
         config_say_key(r, CONFIG_NOTICE, "vocabulary_size", "is not a multiple of 8; the buffers are padded to one");
-    if (o->partition_activations && c->parallel.tensor == 1)
-        config_say_key(r, CONFIG_NOTICE, "activation_checkpointing.partition_activations", "one tensor-parallel rank: nothing to split");
     if (o->flops_profiler && o->profile_step > c->run.steps)
         config_say_key(r, CONFIG_NOTICE, "flops_profiler.profile_step", "is beyond the last update, %" PRId64, c->run.steps);
     if (config_given(c, "compile.passes")) {
@@ -574,6 +611,7 @@ static void config_resolve(ConfigReader *r) {
     config_resolve_optimizer(r);
     config_resolve_scheduler(r);
     config_resolve_zero(r);
+    config_resolve_activation_checkpointing(r);
     config_resolve_rest(r);
     config_refuse_unbuilt(r);
 }

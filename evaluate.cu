@@ -33,7 +33,7 @@ static double evaluate(Trainer *t) {
         int64_t first = min_i64(samples, pass + t->grid.zero_rank * B);
         load_samples(t, &t->val, a, first, min_i64(B, samples - first), B);
         forward_chunk(t, 0, a);
-        Acts head = acts_begin(&t->acts, a, t->model.table.n_units - 1);
+        Acts head = acts_begin(&t->acts, a, {t->model.table.n_units - 1, ACTS_FORWARD});
         sum_to_double(t->eval_sum, head.act[ACT_LOSSES], true, t->stream);
     }
     comm_all_reduce_double(t->reduce_group, t->eval_sum, 1, COMM_SUM, t->stream);
@@ -100,7 +100,7 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
         for (int64_t i = length; i < a->T; i++) text[i] = 0; // causal attention: nothing before sees them
         device_copy(a->tokens, text, a->T * 4, COPY_TO_DEVICE, t->stream);
         forward_chunk(t, 0, a);
-        Acts head = acts_begin(&t->acts, a, t->model.table.n_units - 1);
+        Acts head = acts_begin(&t->acts, a, {t->model.table.n_units - 1, ACTS_FORWARD});
         int64_t row = tensor_rows(head.act[ACT_LOGITS]) - (a->T - (length - 1)); // they are of the last rows; at most 32 were added
         device_copy(logits, (char *)head.act[ACT_LOGITS].data + row * row_bytes, row_bytes, COPY_TO_HOST, t->stream);
         stream_sync(t->stream);

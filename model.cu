@@ -239,29 +239,34 @@ typedef struct {
     ActKeep keep;
     ActWidth width;  // the tensor is (B*T, width), fp32 where the kernels say so
     bool is_fp32;
+    RecomputePolicy recomputed_from; // of ACT_SAVED rows: from this policy on backward computes it again; RECOMPUTE_POLICIES: never
 } ActDesc;
+
+// The ladder of policies. Every step gives back more memory for more work, and the cheap ones come first: a norm is read and
+// written once more, a GELU likewise, then products come, and attention last of all (Korthikanti et al. 2022; what each brings is
+// in docs/memory.md). The statistics of norms and attention's lse are so small that they are kept to the last step.
 
 // Indexed by ActRole.
 static const ActDesc act_descs[ACT_COUNT] = {
-    {"ln_1", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false},
-    {"ln_1_mean", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true},
-    {"ln_1_rstd", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true},
-    {"qkv", UNIT_BLOCK, ACT_SAVED, WIDTH_3C, false},
-    {"att", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false},
-    {"lse", UNIT_BLOCK, ACT_SAVED, WIDTH_NH, true},
-    {"residual_2", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false},
-    {"ln_2", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false},
-    {"ln_2_mean", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true},
-    {"ln_2_rstd", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true},
-    {"fc_pre", UNIT_BLOCK, ACT_SAVED, WIDTH_F, false},
-    {"fc_gelu", UNIT_BLOCK, ACT_SAVED, WIDTH_F, false},
-    {"ln_f", UNIT_HEAD, ACT_SAVED, WIDTH_C, false},
-    {"ln_f_mean", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true},
-    {"ln_f_rstd", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true},
-    {"logits", UNIT_HEAD, ACT_SCRATCH, WIDTH_VP, false}, // of head_rows rows, then their gradient
-    {"losses", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true},
-    {"narrow", UNIT_BLOCK, ACT_SCRATCH, WIDTH_C, false},   // output of a projection, or a gradient of width C
-    {"wide", UNIT_BLOCK, ACT_SCRATCH, WIDTH_WIDE, false},  // gradient of qkv, or of the MLP's inner layer
+    {"ln_1", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false, RECOMPUTE_NORMS},
+    {"ln_1_mean", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_BLOCK},
+    {"ln_1_rstd", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_BLOCK},
+    {"qkv", UNIT_BLOCK, ACT_SAVED, WIDTH_3C, false, RECOMPUTE_QKV},
+    {"att", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false, RECOMPUTE_BLOCK},
+    {"lse", UNIT_BLOCK, ACT_SAVED, WIDTH_NH, true, RECOMPUTE_BLOCK},
+    {"residual_2", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false, RECOMPUTE_BLOCK},
+    {"ln_2", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false, RECOMPUTE_NORMS},
+    {"ln_2_mean", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_BLOCK},
+    {"ln_2_rstd", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_BLOCK},
+    {"fc_pre", UNIT_BLOCK, ACT_SAVED, WIDTH_F, false, RECOMPUTE_FFN},
+    {"fc_gelu", UNIT_BLOCK, ACT_SAVED, WIDTH_F, false, RECOMPUTE_GELU},
+    {"ln_f", UNIT_HEAD, ACT_SAVED, WIDTH_C, false, RECOMPUTE_POLICIES},
+    {"ln_f_mean", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_POLICIES},
+    {"ln_f_rstd", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_POLICIES},
+    {"logits", UNIT_HEAD, ACT_SCRATCH, WIDTH_VP, false, RECOMPUTE_POLICIES}, // of head_rows rows, then their gradient
+    {"losses", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_POLICIES},
+    {"narrow", UNIT_BLOCK, ACT_SCRATCH, WIDTH_C, false, RECOMPUTE_POLICIES},   // output of a projection, or a gradient of width C
+    {"wide", UNIT_BLOCK, ACT_SCRATCH, WIDTH_WIDE, false, RECOMPUTE_POLICIES},  // gradient of qkv, or of the MLP's inner layer
 };
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -273,6 +278,7 @@ typedef struct {
     DType dtype;          // of weights, activations and their gradients
     int64_t L, NH, C, F, V, Vp;
     int64_t logits_bytes; // most memory for logits, see head_rows
+    bool gelu_apart;      // GELU is a kernel of its own, of the rounded pre-activation; else part of the product before it
     ParamTable table;
     Stream stream;        // where compute runs
     GraphCache *graphs;   // of units' forward and backward; null: their kernels are launched one by one
@@ -302,9 +308,10 @@ typedef struct {
     Tensor x_in, x_out;       // residual stream before and after the unit, (B,T,C); x_in is not given to the embedding
     Tensor dx;                // backward: gradient of x_out on entry, of x_in on return, (B,T,C)
     Tensor act[ACT_COUNT];    // by ActRole
+    RecomputePolicy recompute; // backward of a block: what is not there yet (act_descs)
 } Acts;
 
-static void model_init(Model *m, const ModelConfig *c, DType dtype, int64_t logits_bytes, Stream stream) {
+static void model_init(Model *m, const ModelConfig *c, DType dtype, int64_t logits_bytes, bool gelu_apart, Stream stream) {
     memset(m, 0, sizeof *m);
     m->c = *c;
     m->arch = model_arch(c);
@@ -316,6 +323,7 @@ static void model_init(Model *m, const ModelConfig *c, DType dtype, int64_t logi
     m->V = c->vocab_size;
     m->Vp = vocab_padded(c->vocab_size);
     m->logits_bytes = logits_bytes;
+    m->gelu_apart = gelu_apart;
     m->stream = stream;
     model_build_table(&m->table, c);
 }
@@ -365,23 +373,60 @@ static double model_flops_per_token(const Model *m, int64_t T) {
     return 6.0 * weights + 6.0 * (double)m->L * (double)T * (double)m->C;
 }
 
+// Floating-point operations that a policy adds to one token of a block: the matrix products and attention of its forward that
+// backward makes once more. Norms and GELU cost memory traffic instead (recompute_bytes_per_token).
+static double recompute_flops_per_token(const Model *m, RecomputePolicy policy, int64_t T) {
+    const double C = (double)m->C, F = (double)m->F;
+    double flops = 0;
+    if (act_descs[ACT_FC_PRE].recomputed_from <= policy) flops += 2 * C * F;
+    if (act_descs[ACT_QKV].recomputed_from <= policy) flops += 2 * C * 3 * C;
+    if (act_descs[ACT_ATT].recomputed_from <= policy) flops += 2 * (double)T * C; // two products, of each half of the square
+    if (act_descs[ACT_RESIDUAL_2].recomputed_from <= policy) flops += 2 * C * C;
+    return flops;
+}
+
+// Bytes that what a policy recomputes reads and writes of activations, for one token of a block.
+static int64_t recompute_bytes_per_token(const Model *m, RecomputePolicy policy) {
+    int64_t elements = 0;
+    if (act_descs[ACT_LN_1].recomputed_from <= policy) elements += 2 * m->C;
+    if (act_descs[ACT_LN_2].recomputed_from <= policy) elements += 2 * m->C;
+    if (act_descs[ACT_FC_PRE].recomputed_from <= policy) elements += m->C + 2 * m->F;
+    else if (act_descs[ACT_FC_GELU].recomputed_from <= policy) elements += 2 * m->F;
+    if (act_descs[ACT_QKV].recomputed_from <= policy) elements += m->C + 3 * m->C;
+    if (act_descs[ACT_ATT].recomputed_from <= policy) elements += 3 * m->C + m->C;
+    if (act_descs[ACT_RESIDUAL_2].recomputed_from <= policy) elements += 2 * m->C + 2 * m->C; // its product, and its sum in the norm
+    return elements * dtype_bytes(m->dtype);
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Forward
 
-static void block_forward(const Model *m, const Weights *w, const Acts *a) {
+// Does a block's pass compute this activation? Forward computes all; when backward asks again, only what was not kept.
+static bool block_computes(const Acts *a, ActRole role, bool again) { return !again || act_descs[role].recomputed_from <= a->recompute; }
+
+// Forward of a block; or, again, of what backward lacks. The same calls on the same operands in the same order: what is computed
+// again has the bits that it had.
+static void block_calls(const Model *m, const Weights *w, const Acts *a, bool again) {
     const Tensor *act = a->act;
+    const Tensor none = tensor_none(), mean = act[ACT_LN_2_MEAN], rstd = act[ACT_LN_2_RSTD];
     float eps = (float)m->c.layer_norm_epsilon;
     Stream s = m->stream;
-    layernorm_forward(act[ACT_LN_1], act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], a->x_in, w->t[BLOCK_LN_1_W], w->t[BLOCK_LN_1_B], eps, s);
-    linear_forward(act[ACT_QKV], act[ACT_LN_1], w->t[BLOCK_QKV_W], w->t[BLOCK_QKV_B], tensor_none(), tensor_none(), s);
-    attention_forward(act[ACT_ATT], act[ACT_LSE], act[ACT_QKV], (int)m->NH, s);
-    linear_forward(act[ACT_NARROW], act[ACT_ATT], w->t[BLOCK_PROJ_W], w->t[BLOCK_PROJ_B], tensor_none(), tensor_none(), s);
-    residual_layernorm_forward(act[ACT_RESIDUAL_2], act[ACT_LN_2], act[ACT_LN_2_MEAN], act[ACT_LN_2_RSTD], a->x_in, act[ACT_NARROW],
-                               w->t[BLOCK_LN_2_W], w->t[BLOCK_LN_2_B], eps, s);
-    linear_forward(act[ACT_FC_GELU], act[ACT_LN_2], w->t[BLOCK_FC_W], w->t[BLOCK_FC_B], tensor_none(), act[ACT_FC_PRE], s);
-    // The last residual sum rides in the matrix product, since the next norm belongs to another unit.
-    linear_forward(a->x_out, act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W], w->t[BLOCK_FCPROJ_B], act[ACT_RESIDUAL_2], tensor_none(), s);
+    if (block_computes(a, ACT_LN_1, again)) layernorm_forward(act[ACT_LN_1], act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], a->x_in, w->t[BLOCK_LN_1_W], w->t[BLOCK_LN_1_B], eps, s);
+    if (block_computes(a, ACT_QKV, again)) linear_forward(act[ACT_QKV], act[ACT_LN_1], w->t[BLOCK_QKV_W], w->t[BLOCK_QKV_B], none, none, s);
+    if (block_computes(a, ACT_ATT, again)) attention_forward(act[ACT_ATT], act[ACT_LSE], act[ACT_QKV], (int)m->NH, s);
+    if (block_computes(a, ACT_RESIDUAL_2, again)) {
+        linear_forward(act[ACT_NARROW], act[ACT_ATT], w->t[BLOCK_PROJ_W], w->t[BLOCK_PROJ_B], none, none, s);
+        residual_layernorm_forward(act[ACT_RESIDUAL_2], act[ACT_LN_2], mean, rstd, a->x_in, act[ACT_NARROW], w->t[BLOCK_LN_2_W], w->t[BLOCK_LN_2_B], eps, s);
+    } else if (block_computes(a, ACT_LN_2, again)) // the sum is there, and its norm has the same bits
+        layernorm_forward(act[ACT_LN_2], mean, rstd, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W], w->t[BLOCK_LN_2_B], eps, s);
+    Tensor inner = m->gelu_apart ? act[ACT_FC_PRE] : act[ACT_FC_GELU];
+    if (block_computes(a, ACT_FC_PRE, again)) linear_forward(inner, act[ACT_LN_2], w->t[BLOCK_FC_W], w->t[BLOCK_FC_B], none, m->gelu_apart ? none : act[ACT_FC_PRE], s);
+    if (m->gelu_apart && block_computes(a, ACT_FC_GELU, again)) gelu_forward(act[ACT_FC_GELU], act[ACT_FC_PRE], s);
+    // The last residual sum rides in the matrix product, since the next norm belongs to another unit. Backward does not need it.
+    if (!again) linear_forward(a->x_out, act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W], w->t[BLOCK_FCPROJ_B], act[ACT_RESIDUAL_2], none, s);
 }
+
+static void block_forward(const Model *m, const Weights *w, const Acts *a) { block_calls(m, w, a, false); }
 
 // The head works through its N rows in pieces of head_rows, since the logits are by far the widest activation: at a
 // vocabulary of 50,304 those of one token take as much room as all that 4 blocks of GPT-2 124M keep of it. In training
@@ -442,6 +487,7 @@ static void block_backward(const Model *m, const Weights *w, const Grads *g, con
     const Tensor *act = a->act;
     Tensor none = tensor_none(), dnarrow = act[ACT_NARROW];
     Tensor dfc = act_view(act[ACT_WIDE], m->F), dqkv = act_view(act[ACT_WIDE], 3 * m->C);
+    block_calls(m, w, a, true);
     linear_backward(m, w, g, BLOCK_FCPROJ_W, dfc, a->dx, act[ACT_FC_GELU], act[ACT_FC_PRE]);
     linear_backward(m, w, g, BLOCK_FC_W, dnarrow, dfc, act[ACT_LN_2], none);
     layernorm_backward(a->dx, g->t[BLOCK_LN_2_W], g->t[BLOCK_LN_2_B], dnarrow, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W],

@@ -42,7 +42,7 @@ static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid
     ZeroOptions options = zero_options(&cfg->zero);
     options.direct_exchange = options.direct_exchange && one_host;
     ZeroLayout zero = zero_layout(m, options, grid.zero_size, grid.zero_rank, optimizer_n_states(&cfg->optimizer), with_backward);
-    ActLayout acts = {m, pipeline_n_slots(), B, T, with_backward};
+    ActLayout acts = acts_layout(cfg, m, pipeline_n_slots(), B, with_backward);
     MemoryUse use = zero.bytes;
     if (host) *host = zero.host_bytes;
     zero_layout_free(&zero);
@@ -98,7 +98,7 @@ static int plan_print(Config *first) {
     room = fmax(0, room - (double)PLAN_OTHERS_BYTES);
     const ModelConfig *c = &first->model;
     Model m;
-    model_init(&m, c, first->dtype, first->run.logits_bytes, NULL);
+    model_init(&m, c, first->dtype, first->run.logits_bytes, first->run.gelu_apart, NULL);
     GridAxes one = {1, 1, 1, 1};
     MemoryUse largest = plan_memory(first, &m, grid_make(0, one), true, first->batch.train_micro_batch_size_per_gpu, true, NULL);
     double unit = memory_total(&largest) >= 1e9 ? gib : mib;

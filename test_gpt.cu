@@ -19,6 +19,7 @@ static CommWorld test_world; // the ranks that run the tests
 #include "tests/test_zero.h"
 #include "tests/test_graphs.h"
 #include "tests/test_offload.h"
+#include "tests/test_recompute.h"
 #include "tests/test_comm.h"
 #include "tests/test_rendezvous.h"
 
@@ -26,9 +27,7 @@ static const TestSection test_sections[] = {
     {"config", config_tests},   {"kernels", kernel_tests},       {"data", data_tests},     {"formats", format_tests},
     {"tables", table_tests},    {"schedules", schedule_tests},   {"golden", golden_tests}, {"trainer", trainer_tests},
     {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"parallel", parallel_tests}, {"zero", zero_tests},
-    {"graphs", graph_tests},
-    {"offload", offload_tests},
-    {"comm", comm_tests},       {"rendezvous", rendezvous_tests},
+    {"graphs", graph_tests},    {"offload", offload_tests},   {"recompute", recompute_tests}, {"comm", comm_tests},       {"rendezvous", rendezvous_tests},
     {"hang", hang_tests},
 };
 

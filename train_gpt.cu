@@ -38,28 +38,37 @@ static void load_micro_batch(Trainer *t, int mb, ActSlot *a) {
     a->mode = FORWARD_TRAIN;
 }
 
-static void forward_chunk(Trainer *t, int chunk, ActSlot *a) {
-    (void)chunk; // one stage: the chunk is the whole model
-    for (int u = 0; u < t->model.table.n_units; u++) {
-        Weights w = zero_fetch(&t->zero, u);
-        Acts s = acts_begin(&t->acts, a, u);
-        unit_forward(&t->model, u, &w, &s);
-        acts_end(&t->acts, a, u);
-        zero_release(&t->zero, u);
-    }
+static void forward_unit(Trainer *t, ActSlot *a, ActVisit v) {
+    Weights w = zero_fetch(&t->zero, v.unit);
+    Acts s = acts_begin(&t->acts, a, v);
+    unit_forward(&t->model, v.unit, &w, &s);
+    acts_end(&t->acts, a, v);
+    zero_release(&t->zero, v.unit);
 }
 
+static void backward_unit(Trainer *t, ActSlot *a, ActVisit v) {
+    Weights w = zero_fetch(&t->zero, v.unit);
+    Grads g = zero_grad_begin(&t->zero, v.unit);
+    Acts s = acts_begin(&t->acts, a, v);
+    unit_backward(&t->model, v.unit, &w, &g, &s);
+    if (s.act[ACT_LOSSES].data) sum_to_double(&t->opt.sums[SUM_LOSS], s.act[ACT_LOSSES], true, t->stream);
+    acts_end(&t->acts, a, v);
+    zero_grad_end(&t->zero, v.unit);
+    zero_release(&t->zero, v.unit);
+}
+
+static void forward_chunk(Trainer *t, int chunk, ActSlot *a) {
+    (void)chunk; // one stage: the chunk is the whole model
+    for (int i = 0; i < t->acts.n_forward; i++) forward_unit(t, a, t->acts.forward[i]);
+}
+
+// The units in descending order; with activation checkpointing some go forward again before.
 static void backward_chunk(Trainer *t, int chunk, ActSlot *a) {
     (void)chunk;
-    for (int u = t->model.table.n_units - 1; u >= 0; u--) {
-        Weights w = zero_fetch(&t->zero, u);
-        Grads g = zero_grad_begin(&t->zero, u);
-        Acts s = acts_begin(&t->acts, a, u);
-        unit_backward(&t->model, u, &w, &g, &s);
-        if (s.act[ACT_LOSSES].data) sum_to_double(&t->opt.sums[SUM_LOSS], s.act[ACT_LOSSES], true, t->stream);
-        acts_end(&t->acts, a, u);
-        zero_grad_end(&t->zero, u);
-        zero_release(&t->zero, u);
+    for (int i = 0; i < t->acts.n_backward; i++) {
+        ActVisit v = t->acts.backward[i];
+        if (v.pass == ACTS_BACKWARD) backward_unit(t, a, v);
+        else forward_unit(t, a, v);
     }
 }
 

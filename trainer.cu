@@ -390,19 +390,22 @@ static void trainer_print_start(const Trainer *t) {
 }
 
 // The units that one pass over the model fetches, appended to use[0..n); returns the new n.
-static int list_pass(const ParamTable *table, bool forward, int *use, int n) {
-    for (int i = 0; i < table->n_units; i++) n += zero_units_of(table, forward ? i : table->n_units - 1 - i, use + n);
+static int list_pass(const ParamTable *table, const ActVisit *visit, int n_visits, int *use, int n) {
+    for (int i = 0; i < n_visits; i++) n += zero_units_of(table, visit[i].unit, use + n);
     return n;
 }
 
 static void trainer_list_uses(Trainer *t) {
     const ParamTable *table = &t->model.table;
-    size_t pass = sizeof(int) * 2 * (size_t)table->n_units; // a unit fetches at most itself and one that it is tied to
+    const ActStore *a = &t->acts;
+    size_t pass = sizeof(int) * 2 * (size_t)max_i64(a->n_forward, a->n_backward); // a unit fetches at most itself and one that it is tied to
     t->eval_uses = (int *)host_alloc(pass);
-    t->n_eval_uses = list_pass(table, true, t->eval_uses, 0);
+    t->n_eval_uses = list_pass(table, a->forward, a->n_forward, t->eval_uses, 0);
     t->train_uses = (int *)host_alloc(pass * (size_t)t->pipe.n);
-    for (int i = 0; i < t->pipe.n; i++)
-        if (t->pipe.prog[i].op != OP_LOAD) t->n_train_uses = list_pass(table, t->pipe.prog[i].op == OP_FWD, t->train_uses, t->n_train_uses);
+    for (int i = 0; i < t->pipe.n; i++) {
+        if (t->pipe.prog[i].op == OP_FWD) t->n_train_uses = list_pass(table, a->forward, a->n_forward, t->train_uses, t->n_train_uses);
+        if (t->pipe.prog[i].op == OP_BWD) t->n_train_uses = list_pass(table, a->backward, a->n_backward, t->train_uses, t->n_train_uses);
+    }
 }
 
 // Refuses, before anything is allocated, what some rank's device has no room for.
@@ -461,16 +464,15 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     free(ranks);
     t->stream = stream_create();
     matmul_search(cfg->run.matmul_search);
-    model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, t->stream);
+    model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, t->stream);
     if (cfg->run.cuda_graphs) t->model.graphs = graphs_create(t->stream, GRAPHS_PER_UNIT * t->model.table.n_units);
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
     t->planned = plan_memory(cfg, &t->model, grid, t->reduce_group.direct, B, with_backward, &t->planned_host);
     memory_must_fit(t);
     host_memory_must_fit(t);
     zero_init(&t->zero, &t->model, zero_options(&cfg->zero), t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
+    acts_init(&t->acts, acts_layout(cfg, &t->model, t->pipe.n_slots, B, with_backward), cfg->activation_checkpointing.profile, cfg->activation_checkpointing.synchronize_checkpoint_boundary);
     trainer_list_uses(t);
-    ActLayout acts = {&t->model, t->pipe.n_slots, B, cfg->run.seq_len, with_backward};
-    acts_init(&t->acts, acts);
     optimizer_init(&t->opt, cfg, t->stream);
     for (int i = 0; i < 2; i++) {
         t->staging[i] = (int32_t *)pinned_malloc(2 * B * cfg->run.seq_len * 4);

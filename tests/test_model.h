@@ -215,7 +215,7 @@ static void test_plan_any_world(Test *t) {
     Model m;
     config_set_dtype(c, DTYPE_BF16);
     c->run.seq_len = 2048;
-    model_init(&m, &sizes, c->dtype, 256 << 20, NULL);
+    model_init(&m, &sizes, c->dtype, 256 << 20, false, NULL);
     GridAxes axes = {1, 1, 1, 1};
     MemoryUse whole = plan_memory(c, &m, grid_make(0, axes), true, 1, true, NULL);
     static const struct { MemoryKind kind; int from_stage; } parts[] = {{MEMORY_OPTIMIZER_STATES, 1}, {MEMORY_MASTERS, 1}, {MEMORY_GRADIENTS, 2}, {MEMORY_WEIGHTS, 3}};
@@ -597,7 +597,7 @@ static void golden_logits(Test *t, const char *name) {
     load_micro_batch(trainer, 0, a);
     a->mode = FORWARD_LOGITS;
     forward_chunk(trainer, 0, a);
-    Acts head = acts_begin(&trainer->acts, a, trainer->model.table.n_units - 1);
+    Acts head = acts_begin(&trainer->acts, a, {trainer->model.table.n_units - 1, ACTS_FORWARD});
     int64_t N = a->B * a->T, V = trainer->model.V, Vp = trainer->model.Vp;
     float *padded = (float *)host_alloc((size_t)(N * Vp) * 4), *got = (float *)host_alloc((size_t)(N * V) * 4), *want = (float *)host_alloc((size_t)(N * V) * 4);
     device_copy(padded, head.act[ACT_LOGITS].data, N * Vp * 4, COPY_TO_HOST, trainer->stream);
