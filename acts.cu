@@ -184,6 +184,23 @@ static double acts_flops_per_token(const ActLayout *l) {
     return (double)m->L * recompute_flops_per_token(m, l->policy, l->T) + (double)(m->L - l->n_segments) * 2 * (double)m->C * (double)m->F;
 }
 
+// What the policy in force does to a micro-batch, for a table: what it saves of the device's memory against keeping everything, and
+// what that costs, in operations (a share of the model's own) and in bytes that are read and written once more.
+typedef struct {
+    int64_t bytes, saved_bytes, host_bytes, traffic_bytes;
+    double flops_share;
+} ActCost;
+
+static ActCost acts_cost(const ActLayout *l) {
+    ActLayout all = *l;
+    all.policy = RECOMPUTE_NONE;
+    all.n_segments = (int)l->model->L;
+    all.cpu_checkpointing = false;
+    ActCost c = {acts_bytes(l), acts_bytes(&all) - acts_bytes(l), acts_host_bytes(l), l->B * l->T * l->model->L * recompute_bytes_per_token(l->model, l->policy),
+                 acts_flops_per_token(l) / model_flops_per_token(l->model, l->T)};
+    return c;
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Setting up
 

@@ -373,6 +373,9 @@ static double model_flops_per_token(const Model *m, int64_t T) {
     return 6.0 * weights + 6.0 * (double)m->L * (double)T * (double)m->C;
 }
 
+// The words of activation_checkpointing.policy.
+static const char *const recompute_names[RECOMPUTE_POLICIES] = {"none", "norms", "gelu", "ffn", "qkv", "block"};
+
 // Floating-point operations that a policy adds to one token of a block: the matrix products and attention of its forward that
 // backward makes once more. Norms and GELU cost memory traffic instead (recompute_bytes_per_token).
 static double recompute_flops_per_token(const Model *m, RecomputePolicy policy, int64_t T) {

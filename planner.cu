@@ -83,6 +83,30 @@ static void plan_print_row(const Config *cfg, const Model *m, double unit, doubl
     putchar('\n');
 }
 
+// The ladder of activation checkpointing for one micro-batch of a configuration: what each policy saves, and what it costs.
+static void plan_print_ladder(const Config *cfg, const Model *m, double unit) {
+    const int64_t B = cfg->batch.train_micro_batch_size_per_gpu;
+    Config c = *cfg;
+    ActLayout set = acts_layout(cfg, m, pipeline_n_slots(), B, true);
+    printf("activation checkpointing of a micro-batch of %" PRId64 "; recomputed operations as a share of the update's own, traffic once more in memory\n%22s %10s %10s %10s %10s %10s\n",
+           B, "policy", "activat.", "saved", "on host", "operations", "traffic");
+    for (int policy = 0; policy <= RECOMPUTE_POLICIES; policy++) {
+        char name[64];
+        ActLayout l = set;
+        if (policy < RECOMPUTE_POLICIES) {
+            c.activation_checkpointing = {};
+            c.activation_checkpointing.policy = (RecomputePolicy)policy;
+            l = acts_layout(&c, m, pipeline_n_slots(), B, true);
+        } else if (set.n_segments == m->L && !set.cpu_checkpointing) continue;
+        ActCost cost = acts_cost(&l);
+        bool chosen = policy == RECOMPUTE_POLICIES || (l.policy == set.policy && l.n_segments == set.n_segments && l.cpu_checkpointing == set.cpu_checkpointing);
+        if (l.n_segments == m->L) snprintf(name, sizeof name, "%s", recompute_names[l.policy]);
+        else snprintf(name, sizeof name, "%s, %d segments", recompute_names[l.policy], l.n_segments);
+        printf("%22s %10.2f %10.2f %10.2f %8.1f %% %10.2f%s\n", name, (double)cost.bytes / unit, (double)cost.saved_bytes / unit, (double)cost.host_bytes / unit, 100 * cost.flops_share,
+               (double)cost.traffic_bytes / unit, chosen ? "  <- this one" : "");
+    }
+}
+
 // Prints a row for each number of ranks, from `first` on; returns the exit code.
 static int plan_print(Config *first) {
     const double gib = 1024.0 * 1024 * 1024, mib = 1024.0 * 1024;
@@ -116,6 +140,8 @@ static int plan_print(Config *first) {
         if (w->refused) printf("%7" PRId64 " refused: see above\n", w->world);
         else plan_print_row(w, &m, unit, room);
     if (follows) printf("* train_batch_size cannot be had with this micro-batch on so many ranks: micro-batch and accumulation are kept, and it follows\n");
+    for (Config *w = first; w; w = w->next_world)
+        if (!w->refused && (w == first || w->batch.train_micro_batch_size_per_gpu != first->batch.train_micro_batch_size_per_gpu)) plan_print_ladder(w, &m, unit);
     model_free(&m);
     fflush(stdout);
     return refused ? EXIT_CONFIG : EXIT_OK;

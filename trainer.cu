@@ -354,6 +354,30 @@ static void tell_memory(Trainer *t) {
     console_flush();
 }
 
+// What activation checkpointing does, and what each step of its ladder would.
+static void print_recompute_row(const Trainer *t) {
+    const ActLayout *l = &t->acts.layout;
+    const double mib = 1024.0 * 1024.0;
+    const ActCost set = acts_cost(l);
+    char ladder[512] = "";
+    for (int policy = RECOMPUTE_NORMS; policy < RECOMPUTE_POLICIES; policy++) {
+        ActLayout other = *l;
+        other.policy = (RecomputePolicy)policy;
+        other.n_segments = (int)t->model.L;
+        other.cpu_checkpointing = false;
+        const ActCost c = acts_cost(&other);
+        snprintf(ladder + strlen(ladder), sizeof ladder - strlen(ladder), "%s%s %.1f for %.1f %%", policy > RECOMPUTE_NORMS ? ", " : "", recompute_names[policy], (double)c.saved_bytes / mib, 100 * c.flops_share);
+    }
+    if (l->policy == RECOMPUTE_NONE) print_table_row("recompute", "none; in MiB saved for more operations: %s", ladder);
+    else {
+        char segments[64] = "", host[64] = "";
+        if (l->policy == RECOMPUTE_BLOCK) snprintf(segments, sizeof segments, ", %d segments", l->n_segments);
+        if (l->cpu_checkpointing) snprintf(host, sizeof host, "; %.1f MiB of checkpoints in host memory", (double)set.host_bytes / mib);
+        print_table_row("recompute", "%s%s: saves %.1f MiB for %.1f %% more operations%s", recompute_names[l->policy], segments, (double)set.saved_bytes / mib, 100 * set.flops_share, host);
+        print_table_row("", "each policy in MiB saved for more operations: %s", ladder);
+    }
+}
+
 static void trainer_print_start(const Trainer *t) {
     MemoryReport memory = trainer_memory(t);
     if (t->grid.rank > 0) return;
@@ -376,6 +400,7 @@ static void trainer_print_start(const Trainer *t) {
         char travel[64] = "";
         if (t->zero.reduce_group.size > 1) snprintf(travel, sizeof travel, ", travel in %s (%s)", dtype_name(zero->communication_data_type), layout_direct(&t->zero.layout) ? "direct exchange" : zero->reduce_scatter ? "reduce-scatter" : "all-reduce");
         print_table_row("gradients", "summed in %s%s", dtype_name(zero_shard_dtype(&t->zero)), travel);
+        print_recompute_row(t);
         print_table_row("data", "%" PRId64 " tokens, %" PRId64 " samples an epoch, %s", t->train.total_tokens, t->train.samples_per_epoch, cfg->data.shuffle ? "shuffled" : "in file order");
     }
     const double *bytes = memory.planned;

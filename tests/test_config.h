@@ -601,6 +601,7 @@ static void test_config_messages(Test *t) {
 }
 
 #define ZERO(members) "{" MICRO ", \"zero_optimization\": {" members "}}"
+#define ACTIVATIONS(members) "{" MICRO ", \"activation_checkpointing\": {" members "}}"
 
 static void test_combinations(Test *t) {
     static const ConfigCase row[] = {
@@ -637,7 +638,15 @@ static void test_combinations(Test *t) {
         {"{" MICRO ", \"fp16\": {\"enabled\": true, \"loss_scale\": -1, \"loss_scale_window\": 0, \"hysteresis\": 0, \"initial_scale_power\": 200, \"min_loss_scale\": false}}", "", 1, "fp16.loss_scale fp16.loss_scale_window fp16.hysteresis fp16.initial_scale_power fp16.min_loss_scale", "", "", NULL},
         // C19, C20
         {"{" MICRO ", \"activation_checkpointing\": {\"contiguous_memory_optimization\": true}}", "", 1, "", "", "activation_checkpointing.contiguous_memory_optimization", NULL},
-        {"{" MICRO ", \"activation_checkpointing\": {\"partition_activations\": true, \"number_checkpoints\": false}}", "", 1, "", "activation_checkpointing.partition_activations", "activation_checkpointing.partition_activations", "nothing to split"},
+        {"{" MICRO ", \"activation_checkpointing\": {\"partition_activations\": true, \"number_checkpoints\": false}}", "", 1, "", "", "activation_checkpointing.partition_activations", "nothing to split"},
+        {ACTIVATIONS("\"policy\": \"none\", \"enabled\": true"), "", 1, "activation_checkpointing.policy", "", "", "activation_checkpointing.enabled asks for recomputation"},
+        {ACTIVATIONS("\"policy\": \"norms\", \"number_checkpoints\": 4"), "", 1, "activation_checkpointing.number_checkpoints", "", "", "give that, or remove this key"},
+        {ACTIVATIONS("\"policy\": \"ffn\", \"cpu_checkpointing\": true"), "", 1, "activation_checkpointing.cpu_checkpointing", "", "", NULL},
+        {ACTIVATIONS("\"policy\": \"ffn\", \"enabled\": true"), "", 1, "", "", "", NULL},
+        {ACTIVATIONS("\"policy\": \"everything\""), "", 1, "activation_checkpointing.policy", "", "", NULL},
+        {ACTIVATIONS("\"number_checkpoints\": 4"), "pipeline.activation_checkpoint_interval=2", 1, "pipeline.activation_checkpoint_interval", "", "", "remove one of them"},
+        {ACTIVATIONS("\"profile\": true, \"synchronize_checkpoint_boundary\": true"), "", 1, "", "", "activation_checkpointing.profile activation_checkpointing.synchronize_checkpoint_boundary", "no effect without recomputation"},
+        {ACTIVATIONS("\"policy\": \"gelu\""), "run.gelu_apart=false", 1, "train_gpt.run.gelu_apart", "", "", "from stored values"},
         // C21 to C24
         {"{" MICRO ", \"tensor_model_parallel_size\": 2, \"tensor_parallel\": {\"autotp_size\": 4}}", "", 8, "tensor_parallel.autotp_size", "tensor_model_parallel_size", NULL, "differs from the same setting on line 1"},
         {"{" MICRO ", \"tensor_model_parallel_size\": 2, \"tensor_parallel\": {\"autotp_size\": 2, \"tp\": {\"tp_size\": 2}}}", "", 8, "", "tensor_model_parallel_size", "tensor_parallel.autotp_size tensor_parallel.tp.tp_size", "repeats the setting"},
@@ -796,6 +805,12 @@ static void test_values(Test *t) {
         {"{\"fp16\": {\"enabled\": true}}", "", "fp16.initial_scale_power", "16", ORIGIN_DEFAULT},
         {"{\"fp16\": {\"enabled\": true}}", "", "fp16.hysteresis", "2", ORIGIN_DEFAULT},
         {"{\"fp16\": {\"min_loss_scale\": 1e-5}}", "", "fp16.min_loss_scale", "1e-05", ORIGIN_FILE},
+        {"{\"activation_checkpointing\": {\"number_checkpoints\": 4}}", "", "activation_checkpointing.policy", "block", ORIGIN_DERIVED},
+        {"{}", "activation_checkpointing.cpu_checkpointing=true", "activation_checkpointing.policy", "block", ORIGIN_DERIVED},
+        {"{}", "pipeline.activation_checkpoint_interval=3", "activation_checkpointing.policy", "block", ORIGIN_DERIVED},
+        {"{\"activation_checkpointing\": {\"enabled\": true, \"policy\": \"norms\"}}", "", "activation_checkpointing.policy", "norms", ORIGIN_FILE},
+        {"{}", "activation_checkpointing.policy=gelu", "train_gpt.run.gelu_apart", "true", ORIGIN_DERIVED},
+        {"{\"activation_checkpointing\": {\"policy\": \"auto\"}}", "", "activation_checkpointing.policy", "none", ORIGIN_AUTO},
         {"{\"optimizer\": {\"type\": \"lion\"}}", "", "optimizer.params.betas", "[0.9, 0.99]", ORIGIN_DERIVED},
         {"{\"optimizer\": {\"type\": \"Adam\", \"params\": {\"adam_w_mode\": false}}}", "", "optimizer.params.adam_w_mode", "false", ORIGIN_FILE},
         {"{\"optimizer\": {\"type\": \"AdamW\", \"params\": {\"adam_w_mode\": false}}}", "", "optimizer.params.adam_w_mode", "true", ORIGIN_FILE},
