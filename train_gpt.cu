@@ -167,6 +167,7 @@ static void train(Trainer *t) {
         // the update itself
         StepStats s = train_step(t);
         if (t->grid.rank == 0) metrics_step(&t->metrics, &s);
+        log_checkpoint_times(t);
         note_stragglers();
         if (t->step == start_step + 1) tell_memory(t); // all that grows when it is first used has grown
 

@@ -354,6 +354,22 @@ static void tell_memory(Trainer *t) {
     console_flush();
 }
 
+// activation_checkpointing.profile: how long each segment took in the last micro-batch of the update. Many segments take several records.
+static void log_checkpoint_times(Trainer *t) {
+    enum { EACH = 64 };
+    const int n = t->acts.layout.n_segments;
+    if (!t->acts.mark[0] || t->grid.rank > 0) return;
+    double *ms = (double *)host_alloc(sizeof(double) * 2 * (size_t)n);
+    acts_times(&t->acts, ms, ms + n);
+    for (int first = 0; first < n; first += EACH) {
+        char text[2][EACH * 12] = {"", ""};
+        for (int pass = 0; pass < 2; pass++)
+            for (int i = first, at = 0; i < n && i < first + EACH; i++) at += snprintf(text[pass] + at, sizeof text[pass] - (size_t)at, "%s%.6g", i > first ? "," : "", ms[pass * n + i]);
+        metrics_log(&t->metrics, "{\"event\":\"checkpoints\",\"at_step\":%" PRId64 ",\"first\":%d,\"forward_ms\":[%s],\"backward_ms\":[%s]}", t->step, first, text[0], text[1]);
+    }
+    free(ms);
+}
+
 // What activation checkpointing does, and what each step of its ladder would.
 static void print_recompute_row(const Trainer *t) {
     const ActLayout *l = &t->acts.layout;
@@ -442,7 +458,7 @@ static void memory_must_fit(const Trainer *t) {
     comm_host_all_reduce(&room, 1, COMM_MIN);
     if (planned > room)
         die_alike(EXIT_CONFIG, "out of memory: a rank needs %.2f GiB (weights %.2f, masters %.2f, gradients %.2f, optimizer states %.2f, buffers %.2f, activations %.2f, scratch %.2f), and %.2f are free; "
-                  "lower train_micro_batch_size_per_gpu or run.seq_len (activations), or raise zero_optimization.stage and the number of ranks (the others); --plan shows what that brings", planned / gib, (double)b[MEMORY_WEIGHTS] / gib,
+                  "lower train_micro_batch_size_per_gpu or run.seq_len or set activation_checkpointing.policy (activations), or raise zero_optimization.stage and the number of ranks (the others); --plan shows what that brings", planned / gib, (double)b[MEMORY_WEIGHTS] / gib,
                   (double)b[MEMORY_MASTERS] / gib, (double)b[MEMORY_GRADIENTS] / gib, (double)b[MEMORY_OPTIMIZER_STATES] / gib, (double)b[MEMORY_BUFFERS] / gib, (double)b[MEMORY_ACTIVATIONS] / gib, (double)b[MEMORY_SCRATCH] / gib, room / gib);
 }
 
