@@ -156,6 +156,26 @@ PY
     equal "the log" "$(cat verdict | tail -n 1)" good
 }
 
+row_activation_checkpointing() {
+    run_expect 0 -c config.json || return
+    mv out_dir kept
+    run_expect 0 -c config.json activation_checkpointing.cpu_checkpointing=true activation_checkpointing.profile=true model.n_layer=2 || return
+    equal "losses and norms" "$(curve out_dir/log.jsonl)" "$(curve kept/log.jsonl)"
+    prints "block, 2 segments: saves"
+    python3 - <<'PY' >verdict 2>&1
+import json
+few, kept = ([json.loads(line) for line in open(f"{d}/log.jsonl")] for d in ("out_dir", "kept"))
+activations = [[r["activations"] for r in log if r.get("event") == "memory"][-1] for log in (few, kept)]
+assert activations[0] < activations[1], activations
+times = [r for r in few if r.get("event") == "checkpoints"]
+assert [r["at_step"] for r in times] == list(range(1, 13)), times
+for r in times: assert r["first"] == 0 and len(r["forward_ms"]) == len(r["backward_ms"]) == 2 and min(r["forward_ms"] + r["backward_ms"]) > 0, r
+assert not [r for r in kept if r.get("event") == "checkpoints"]
+print("good")
+PY
+    equal "the log" "$(cat verdict | tail -n 1)" good
+}
+
 row_check_config_is_quiet() {
     run_expect 0 -c config.json --check-config || return
     prints "train_batch_size"
