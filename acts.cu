@@ -48,7 +48,8 @@ typedef struct {
     void **x;               // by unit: the residual stream that enters it, (B,T,C); null for the embedding
     void *dx;               // gradient of the residual stream, (B,T,C)
     void **saved;           // [unit * ACT_COUNT + role], null where the unit has no such activation
-    void **host;            // by segment: its checkpoint, (B,T,C) in pinned memory; null without cpu_checkpointing
+    char *host;             // checkpoints of all segments, (n_segments,B,T,C) in pinned memory; null without cpu_checkpointing
+    bool host_pinned;
 } ActSlot;
 
 // What decides how much memory a store takes: room for n_slots micro-batches of (B,T). Without backward there is no dx, and
@@ -175,7 +176,8 @@ static int64_t acts_bytes(const ActLayout *l) {
 }
 
 // And in host memory.
-static int64_t acts_host_bytes(const ActLayout *l) { return l->cpu_checkpointing ? l->n_slots * l->n_segments * acts_stream_bytes(l) : 0; }
+static int64_t acts_slot_host_bytes(const ActLayout *l) { return l->cpu_checkpointing ? l->n_segments * acts_stream_bytes(l) : 0; }
+static int64_t acts_host_bytes(const ActLayout *l) { return l->n_slots * acts_slot_host_bytes(l); }
 
 // Floating-point operations that recomputation adds to one token's forward and backward: what blocks do again, and in all but the
 // last of a segment the last product, too, whose result the next one starts from.
@@ -219,7 +221,6 @@ static void acts_init_slot(ActStore *a, ActSlot *s) {
     s->targets = (int32_t *)acts_alloc(a, acts_tokens_bytes(l));
     s->x = (void **)host_alloc(sizeof(void *) * (size_t)(n_units + 1));
     s->saved = (void **)host_alloc(sizeof(void *) * (size_t)(n_units * ACT_COUNT));
-    s->host = (void **)host_alloc(sizeof(void *) * (size_t)l->n_segments);
     s->dx = acts_alloc(a, acts_dx_bytes(l));
     for (int u = 0; u < n_units; u++) {
         bool block = acts_is_block(l, u);
@@ -233,7 +234,11 @@ static void acts_init_slot(ActStore *a, ActSlot *s) {
             if (!*saved && block) *saved = acts_recomputes(l, r) ? a->shared[position * ACT_COUNT + r] : s->saved[1 * ACT_COUNT + r];
         }
     }
-    for (int i = 0; i < l->n_segments && l->cpu_checkpointing; i++) s->host[i] = pinned_malloc(acts_stream_bytes(l));
+    if (!l->cpu_checkpointing) return;
+    s->host_pinned = true;
+    s->host = (char *)pinned_region_malloc(acts_slot_host_bytes(l), &s->host_pinned);
+    if (!s->host_pinned)
+        note("activation_checkpointing.cpu_checkpointing: the system refuses to pin %.1f MiB of host memory; training goes on without, and waits for the copies; raise the limit on locked memory", (double)acts_slot_host_bytes(l) / (1 << 20));
 }
 
 // profile, synchronize: see ActStore.mark and synchronize.
@@ -294,8 +299,7 @@ static void acts_free(ActStore *a) {
                 if (acts_saved_bytes(l, u, r)) device_free(s->saved[u * ACT_COUNT + r]);
         }
         device_free(s->dx);
-        for (int k = 0; k < l->n_segments; k++) pinned_free(s->host[k]);
-        free(s->host);
+        pinned_region_free(s->host, acts_slot_host_bytes(l), s->host_pinned);
         free(s->x);
         free(s->saved);
     }
@@ -307,7 +311,7 @@ static void acts_free(ActStore *a) {
         for (int i = 0; i <= l->n_segments; i++) event_destroy(a->mark[p][i]);
         free(a->mark[p]);
     }
-    stream_destroy(a->copies);
+    if (a->copies) stream_destroy(a->copies);
     event_destroy(a->computed);
     free(a->shared);
     free(a->shared_x);
@@ -329,6 +333,8 @@ static void copies_wait(ActStore *a) {
     stream_wait_event(a->copies, a->computed);
 }
 
+static void *checkpoint_host(const ActStore *a, const ActSlot *s, int segment) { return s->host + segment * acts_stream_bytes(&a->layout); }
+
 static int64_t checkpoint_bytes(const ActStore *a, const ActSlot *s) { return s->B * s->T * a->model->C * dtype_bytes(a->model->dtype); }
 
 // A unit is about to write this segment's checkpoint: what the buffer held has left it.
@@ -342,7 +348,7 @@ static void checkpoint_overwrite(ActStore *a, int segment) {
 static void checkpoint_store(ActStore *a, ActSlot *s, int segment) {
     CheckpointBuffer *b = checkpoint_buffer(a, segment);
     copies_wait(a);
-    device_copy(s->host[segment], b->data, checkpoint_bytes(a, s), COPY_TO_HOST, a->copies);
+    device_copy(checkpoint_host(a, s, segment), b->data, checkpoint_bytes(a, s), COPY_TO_HOST, a->copies);
     event_record(b->copied, a->copies);
     b->holds = checkpoint_number(a, s, segment);
 }
@@ -353,7 +359,7 @@ static void checkpoint_fetch(ActStore *a, ActSlot *s, int segment) {
     CheckpointBuffer *b = checkpoint_buffer(a, segment);
     if (b->holds == checkpoint_number(a, s, segment)) return;
     copies_wait(a);
-    device_copy(b->data, s->host[segment], checkpoint_bytes(a, s), COPY_TO_DEVICE, a->copies);
+    device_copy(b->data, checkpoint_host(a, s, segment), checkpoint_bytes(a, s), COPY_TO_DEVICE, a->copies);
     event_record(b->copied, a->copies);
     b->holds = checkpoint_number(a, s, segment);
 }

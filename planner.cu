@@ -36,7 +36,7 @@ static void resolve_model(Config *cfg) {
 
 // What device_malloc will have given to rank grid.rank at its peak. cfg and m are resolved; B: samples of a micro-batch;
 // with_backward: to train; one_host: all ranks are on one, and reach each other's memory. *host, unless null: what the rank will
-// have of host memory for what is offloaded.
+// have of host memory for what lies there.
 static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid, bool one_host, int64_t B, bool with_backward, MemoryUse *host) {
     int64_t T = cfg->run.seq_len;
     ZeroOptions options = zero_options(&cfg->zero);
@@ -44,7 +44,7 @@ static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid
     ZeroLayout zero = zero_layout(m, options, grid.zero_size, grid.zero_rank, optimizer_n_states(&cfg->optimizer), with_backward);
     ActLayout acts = acts_layout(cfg, m, pipeline_n_slots(), B, with_backward);
     MemoryUse use = zero.bytes;
-    if (host) *host = zero.host_bytes;
+    if (host) *host = zero.host_bytes, host->bytes[MEMORY_ACTIVATIONS] += acts_host_bytes(&acts);
     zero_layout_free(&zero);
     use.bytes[MEMORY_ACTIVATIONS] = acts_bytes(&acts);
     use.bytes[MEMORY_SCRATCH] = scratch_bytes(B, T, m->C, m->NH) + optimizer_bytes() + (int64_t)sizeof(double); // the last: Trainer.eval_sum
@@ -68,6 +68,9 @@ static const char *plan_host_text(char *text, size_t room, const MemoryUse *host
 // ---------------------------------------------------------------------------------------------------------------
 // --plan
 
+// Does anything of the model lie in host memory?
+static bool plan_uses_host(const Config *cfg) { return cfg->zero.offload_optimizer.device || cfg->activation_checkpointing.cpu_checkpointing; }
+
 static void plan_print_row(const Config *cfg, const Model *m, double unit, double room) {
     const BatchConfig *b = &cfg->batch;
     GridAxes axes = {1, (int)cfg->world, 1, 1};
@@ -77,7 +80,7 @@ static void plan_print_row(const Config *cfg, const Model *m, double unit, doubl
     printf("%7" PRId64 " %6" PRId64 " %6" PRId64 " %7" PRId64 "%s", cfg->world, b->train_micro_batch_size_per_gpu, b->gradient_accumulation_steps, b->train_batch_size, cfg->batch_follows ? "*" : " ");
     for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.2f", (double)use.bytes[k] / unit);
     printf(" %10.2f", total / unit);
-    if (cfg->zero.offload_optimizer.device) printf(" %10.2f", (double)memory_total(&host) / unit);
+    if (plan_uses_host(cfg)) printf(" %10.2f", (double)memory_total(&host) / unit);
     if (room > 0 && total <= room) printf("  fits");
     else if (room > 0) printf("  %.2f too much", (total - room) / unit);
     putchar('\n');
@@ -133,7 +136,7 @@ static int plan_print(Config *first) {
     printf("%s of memory a rank\n%7s %6s %6s %7s ", unit == gib ? "GiB" : "MiB", "ranks", "micro", "accum", "batch");
     for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.10s", k == MEMORY_OPTIMIZER_STATES ? "states" : k == MEMORY_ACTIVATIONS ? "activat." : memory_names[k]);
     printf(" %10s", "total");
-    if (first->zero.offload_optimizer.device) printf(" %10s", "host");
+    if (plan_uses_host(first)) printf(" %10s", "host");
     if (room > 0) printf("  of %.2f", room / unit);
     putchar('\n');
     for (Config *w = first; w; w = w->next_world)

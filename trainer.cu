@@ -329,7 +329,7 @@ static MemoryReport trainer_memory(const Trainer *t) {
     DeviceInfo d = device_info();
     MemoryReport r;
     for (int k = 0; k < MEMORY_KINDS; k++) r.planned[k] = (double)t->planned.bytes[k], r.host[k] = (double)t->planned_host.bytes[k];
-    r.host_total = (double)t->zero.offload.bytes; // it is allocated at once
+    r.host_total = (double)(t->zero.offload.bytes + acts_host_bytes(&t->acts.layout)); // it is allocated at once
     r.planned_total = (double)memory_total(&t->planned);
     r.allocated = (double)device_allocated_bytes();
     r.peak = (double)device_peak_bytes();
@@ -386,10 +386,9 @@ static void print_recompute_row(const Trainer *t) {
     }
     if (l->policy == RECOMPUTE_NONE) print_table_row("recompute", "none; in MiB saved for more operations: %s", ladder);
     else {
-        char segments[64] = "", host[64] = "";
-        if (l->policy == RECOMPUTE_BLOCK) snprintf(segments, sizeof segments, ", %d segments", l->n_segments);
-        if (l->cpu_checkpointing) snprintf(host, sizeof host, "; %.1f MiB of checkpoints in host memory", (double)set.host_bytes / mib);
-        print_table_row("recompute", "%s%s: saves %.1f MiB for %.1f %% more operations%s", recompute_names[l->policy], segments, (double)set.saved_bytes / mib, 100 * set.flops_share, host);
+        char segments[64] = "";
+        if (l->policy == RECOMPUTE_BLOCK) snprintf(segments, sizeof segments, ", %d segments%s", l->n_segments, l->cpu_checkpointing ? " in host memory" : "");
+        print_table_row("recompute", "%s%s: saves %.1f MiB for %.1f %% more operations", recompute_names[l->policy], segments, (double)set.saved_bytes / mib, 100 * set.flops_share);
         print_table_row("", "each policy in MiB saved for more operations: %s", ladder);
     }
 }
@@ -423,9 +422,14 @@ static void trainer_print_start(const Trainer *t) {
     print_table_row("memory (MiB)", "%.1f a rank: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, buffers %.1f, activations %.1f, scratch %.1f", memory.planned_total / mib,
                     bytes[MEMORY_WEIGHTS] / mib, bytes[MEMORY_MASTERS] / mib, bytes[MEMORY_GRADIENTS] / mib, bytes[MEMORY_OPTIMIZER_STATES] / mib, bytes[MEMORY_BUFFERS] / mib,
                     bytes[MEMORY_ACTIVATIONS] / mib, bytes[MEMORY_SCRATCH] / mib);
-    if (memory.host_total > 0)
-        print_table_row("host (MiB)", "%.1f a rank%s: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f; the CPU updates by %d threads", memory.host_total / mib, t->zero.offload.pinned ? ", pinned" : "",
-                        memory.host[MEMORY_WEIGHTS] / mib, memory.host[MEMORY_MASTERS] / mib, memory.host[MEMORY_GRADIENTS] / mib, memory.host[MEMORY_OPTIMIZER_STATES] / mib, offload_threads());
+    if (memory.host_total > 0) {
+        bool pinned = (t->zero.offload.bytes == 0 || t->zero.offload.pinned) && (!t->acts.slot[0].host || t->acts.slot[0].host_pinned);
+        char updates[64] = "";
+        if (t->zero.offload.bytes > 0) snprintf(updates, sizeof updates, "; the CPU updates by %d threads", offload_threads());
+        print_table_row("host (MiB)", "%.1f a rank%s: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, activations %.1f%s", memory.host_total / mib, pinned ? ", pinned" : "",
+                        memory.host[MEMORY_WEIGHTS] / mib, memory.host[MEMORY_MASTERS] / mib, memory.host[MEMORY_GRADIENTS] / mib, memory.host[MEMORY_OPTIMIZER_STATES] / mib,
+                        memory.host[MEMORY_ACTIVATIONS] / mib, updates);
+    }
     if (memory.others >= 0) print_table_row("", "beside it others use %.1f of the device: its context, libraries, other programs", memory.others / mib);
     console_flush();
 }
@@ -486,7 +490,7 @@ static void host_memory_must_fit(const Trainer *t) {
         comm_host_all_reduce(&most, 1, COMM_MAX);
         if (most > 0)
             die_alike(EXIT_CONFIG, "out of host memory: %d rank%s of a host need%s %.2f GiB together (each %.2f: %s%s), and %.2f of %.2f are available (the least of machine and container); "
-                      "lower zero_optimization.offload_optimizer.ratio, take data_types.grad_accum_dtype = bf16, or more hosts; --plan shows what that brings", here, here == 1 ? "" : "s", here == 1 ? "s" : "", together / gib, host / gib,
+                      "lower zero_optimization.offload_optimizer.ratio or activation_checkpointing.number_checkpoints, take data_types.grad_accum_dtype = bf16, or more hosts; --plan shows what that brings", here, here == 1 ? "" : "s", here == 1 ? "s" : "", together / gib, host / gib,
                       plan_host_text(kinds, sizeof kinds, &t->planned_host), KERNELS_ON_GPU ? "" : ", and what the device would hold", (double)available / gib, (double)limit / gib);
     }
     free(all);

@@ -161,7 +161,7 @@ row_activation_checkpointing() {
     mv out_dir kept
     run_expect 0 -c config.json activation_checkpointing.cpu_checkpointing=true activation_checkpointing.profile=true model.n_layer=2 || return
     equal "losses and norms" "$(curve out_dir/log.jsonl)" "$(curve kept/log.jsonl)"
-    prints "block, 2 segments: saves"
+    prints "block, 2 segments in host memory: saves"
     python3 - <<'PY' >verdict 2>&1
 import json
 few, kept = ([json.loads(line) for line in open(f"{d}/log.jsonl")] for d in ("out_dir", "kept"))
