@@ -60,7 +60,7 @@ LANG_FLAGS := -std=gnu++17 -fopenmp -pthread -fno-exceptions -fno-rtti -fno-thre
 SAN := $(if $(SANITIZE),-fsanitize=address$(comma)undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
 COMPILE = $(CXX) $(LANG_FLAGS) $(OPT) $(WARN) $(HARDEN) $(SAN) $(CUDA_HOST_FLAGS) $(CXXFLAGS)
 LINK = $(CXX) -fopenmp -pthread $(SAN) -pie -Wl,-z,relro,-z,now,-z,noexecstack -Wl,--as-needed $(CUDA_LINK_FLAGS) $(LDFLAGS)
-LIBS = $(OPENMP_LIB) $(COMM_LIBS) $(CUDA_LIBS) -lm $(LDLIBS)
+LIBS = $(OPENMP_LIB) $(COMM_LIBS) $(AIO_LIBS) $(CUDA_LIBS) -lm $(LDLIBS)
 
 # OpenMP's library goes in statically: only then does it see the shorter spin that device_cpu.cpp sets (a waiting thread of
 # another process' core costs a small model most of its speed).
@@ -84,8 +84,18 @@ else ifeq ($(COMM),nccl)
   COMM_LIBS := -lnccl
 endif
 
+# Offload to files goes through io_uring where liburing is there, linked in statically if it can be, so that the binary travels;
+# without it, through threads. AIO=threads asks for that.
+ifeq ($(origin AIO), undefined)
+  AIO := $(if $(wildcard /usr/include/liburing.h /usr/local/include/liburing.h),uring,threads)
+endif
+ifeq ($(AIO),uring)
+  AIO_FLAGS := -DAIO_URING
+  AIO_LIBS := $(or $(filter /%,$(shell $(CXX) -print-file-name=liburing.a 2>/dev/null)),-luring)
+endif
+
 CPU_OBJS := $(patsubst kernels/cpu/%.cpp,$(BUILD)/kernels_cpu_%.o,$(sort $(wildcard kernels/cpu/*.cpp)))
-OBJS := $(CPU_OBJS) $(BUILD)/device_$(BACKEND).o $(BUILD)/comm_$(COMM).o $(BUILD)/watch.o $(BUILD)/flight.o
+OBJS := $(CPU_OBJS) $(BUILD)/device_$(BACKEND).o $(BUILD)/comm_$(COMM).o $(BUILD)/aio_$(AIO).o $(BUILD)/watch.o $(BUILD)/flight.o
 ifeq ($(BACKEND),cuda)
   CUDA_HOME ?= $(abspath $(dir $(realpath $(NVCC)))/..)
   # a toolkit that the distribution put below /usr is on the compiler's paths already, and must not come first there
@@ -114,7 +124,7 @@ binaries: $(BUILD)/train_gpt $(BUILD)/test_gpt
 $(BUILD):
 	@command -v $(firstword $(CXX)) >/dev/null || { echo "error: no $(firstword $(CXX)) here; run this, then make again:  sudo apt-get install -y g++   (or: make install-deps)" >&2; exit 1; }
 	@mkdir -p $@
-	@echo "found: compiler $(CXX) $$($(CXX) -dumpfullversion 2>/dev/null), $(if $(NVCC),nvcc $(NVCC),no nvcc), $(GPU_FOUND); building for $(BACKEND), ranks by $(COMM), in $@"
+	@echo "found: compiler $(CXX) $$($(CXX) -dumpfullversion 2>/dev/null), $(if $(NVCC),nvcc $(NVCC),no nvcc), $(GPU_FOUND); building for $(BACKEND), ranks by $(COMM), files by $(AIO), in $@"
 
 # These files change only when their text does, so that other flags or other files rebuild what they concern.
 $(BUILD)/compile.flags: FORCE | $(BUILD)
@@ -133,6 +143,8 @@ $(BUILD)/%.o: %.cu $(BUILD)/compile.flags
 $(BUILD)/comm_$(COMM).o: private COMPILE += $(COMM_FLAGS)
 $(BUILD)/%.o: runtime/%.cpp $(BUILD)/compile.flags
 	$(call run,compile,$(COMPILE) $(DEPFLAGS) -c $< -o $@)
+$(BUILD)/aio_$(AIO).o: runtime/aio.cpp $(BUILD)/compile.flags
+	$(call run,compile,$(COMPILE) $(AIO_FLAGS) $(DEPFLAGS) -c $< -o $@)
 $(BUILD)/kernels_cpu_%.o: kernels/cpu/%.cpp $(BUILD)/compile.flags
 	$(call run,compile,$(COMPILE) $(DEPFLAGS) -c $< -o $@)
 # The optimizers' twins agree bit for bit, however they are compiled: no product is fused with a sum.
@@ -143,6 +155,9 @@ $(BUILD)/kernels_cuda_%.o: kernels/cuda/%.cu $(BUILD)/cuda.flags
 
 $(BUILD)/train_gpt $(BUILD)/test_gpt: $(BUILD)/%: $(BUILD)/%.o $(OBJS) $(BUILD)/link.flags
 	$(call run,link   ,$(LINK) $(filter %.o,$^) -o $@ $(LIBS))
+
+$(BUILD)/bench_aio: tests/bench_aio.cpp $(BUILD)/aio_$(AIO).o
+	$(call run,link   ,$(COMPILE) $(DEPFLAGS) $< $(BUILD)/aio_$(AIO).o -o $@ $(AIO_LIBS))
 
 quickstart:
 	@scripts/quickstart.sh
@@ -179,7 +194,7 @@ fuzz:
 	@scripts/fuzz.sh $(FUZZ_SECONDS)
 
 install-deps:
-	@scripts/setup.sh g++ python3 clang readelf strace unshare locales
+	@scripts/setup.sh g++ python3 clang readelf strace unshare locales liburing
 
 clean:
 	rm -rf build train_gpt test_gpt

@@ -14,6 +14,7 @@ works() {
                 clang++ -fsanitize=fuzzer,address -x c++ -o /dev/null - 2>/dev/null ;;
         locales) [ -e /usr/share/i18n/locales/tr_TR ] ;;
         python3) python3 -c 'import argparse, json, unittest, urllib.request' 2>/dev/null ;;
+        liburing) printf '#include <liburing.h>\n' | g++ -x c++ -fsyntax-only - 2>/dev/null ;;
         readelf) command -v readelf >/dev/null && command -v nm >/dev/null ;;
         *) command -v "$1" >/dev/null ;;
     esac
@@ -23,6 +24,7 @@ package_of() {
     case $1 in
         readelf) echo binutils ;;
         clang) echo clang libclang-rt-dev ;;
+        liburing) echo liburing-dev ;;
         ip) echo iproute2 ;;
         mpicc) echo libopenmpi-dev openmpi-bin ;;
         ps) echo procps ;;

@@ -1425,7 +1425,7 @@ static void path_row(Test *t, PathCase c, int path, bool backend) {
         const uint16_t weight = c.param == DTYPE_FP32 ? 0 : ((const uint16_t *)p.data)[i];
         const float got = split ? master_join(weight, ((const uint16_t *)w.data)[i]) : ((const float *)w.data)[i];
         bool same = same_float(got, want_w[i]) && same_float(((float *)ms.data)[i], want_m[i]) && same_float(((float *)vs.data)[i], want_v[i]);
-        if (c.param == DTYPE_BF16) same = same && weight == master_to_bf16(want_w[i]);
+        if (c.param == DTYPE_BF16) same = same && same_float(bf16_to_float(weight), bf16_to_float(master_to_bf16(want_w[i])));
         if (c.param == DTYPE_FP16) same = same && same_float(fp16_to_float(weight), fp16_to_float(float_to_fp16(want_w[i])));
         if (!same) { wrong++; example = i; }
     }
