@@ -13,6 +13,12 @@
 //  4. No name outside save_dir is touched, and no link inside it is followed.
 //  5. Loading repairs nothing and writes nothing. Nothing reaches the model before the whole checkpoint was checked.
 //  6. A checkpoint with a NaN in it is neither written nor loaded.
+//  7. All ranks come to the same answer: a save is durable for all or for none, and all load the same checkpoint. Whatever
+//     goes wrong on one of them goes wrong for all, and the message names that one.
+//
+// Rank 0 makes, publishes and deletes folders, and writes the manifest; each rank writes a file of what it owns, and reads
+// what it needs. They meet (peers_meet) where one must know how the others fared: before rank 0 lets the manifest say that
+// their files are there, and before anything reaches the model.
 //
 // The order of the calls of a save is the whole point; each says what a crash would do without it. The tests record these
 // calls and try what is left after a crash at each of them, with any subset of the unsynced ones lost.
@@ -20,23 +26,73 @@
 #include "checkpoint_format.cu"
 #include "runtime/durable.h"
 
+enum { SLICE_NUMEL = 2 << 20 }; // values on their way between the run and a file: 8 MiB
+
 typedef struct {
     bool durable;
     int64_t bytes;       // written to the disk
     double seconds;
     char name[64];       // "step-00000100"
-    char why[512];       // if not durable: file, call, offset, reason
+    char why[800];       // if not durable: rank and host where there are several, file, call, offset, reason
     bool not_a_number;   // if not durable: because the state holds NaN, or an infinite weight; a disk has no part in it
 } SaveResult;
 
+// The ranks of a run. All of them call, with the same arguments, what takes or holds this.
 typedef struct {
-    IoHandle folder;     // save_dir
+    int rank, world;
+    // all[r] = what rank r gave as `mine`, on every rank; some hundred bytes each. Null: there is only this one.
+    void (*gather)(void *ctx, const void *mine, int64_t bytes, void *all);
+    void *ctx;
+} CheckpointPeers;
+
+static const CheckpointPeers checkpoint_alone = {0, 1, NULL, NULL};
+
+typedef struct {
+    IoHandle folder;     // save_dir, where rank 0 holds it open
+    CheckpointPeers peers;
     int lock_fd;         // -1 where the file system knows no locks, or when reading only
     bool read_only;
     int failed_in_a_row; // saves, for callers that give up after some
     Io io;
     char path[CONFIG_PATH_MAX];
 } CheckpointStore;
+
+// ---------------------------------------------------------------------------------------------------------------
+// Ranks
+
+// What a rank tells the others where they meet.
+typedef struct {
+    int32_t good, error; // Io.error, if not good
+    uint32_t crc;
+    int64_t bytes;
+    char name[CHECKPOINT_NAME_MAX + 32]; // of a checkpoint, or of its temporary folder
+    char host[64];
+    char why[720];
+} PeerWord;
+
+// Every rank's word, in `all`. Afterwards `mine` holds the name that rank 0 gave. Returns the first rank whose word is not
+// good, or -1.
+static int peers_hear(const CheckpointPeers *p, PeerWord *mine, PeerWord *all) {
+    char host[sizeof mine->host] = "";
+    gethostname(host, sizeof host - 1);
+    text_escape(mine->host, sizeof mine->host, host, strlen(host));
+    if (p->gather) p->gather(p->ctx, mine, sizeof *mine, all);
+    else all[0] = *mine;
+    memcpy(mine->name, all[0].name, sizeof mine->name);
+    for (int r = 0; r < p->world; r++) if (!all[r].good) return r;
+    return -1;
+}
+
+// The same, for a yes or no: are all words good? If not, `why` (room bytes) says whose is not, and what that rank found.
+static bool peers_meet(const CheckpointPeers *p, PeerWord *mine, PeerWord *all, char *why, size_t room) {
+    int bad = peers_hear(p, mine, all);
+    if (bad < 0) return true;
+    int n = p->world > 1 ? snprintf(why, room, "rank %d on host %s: ", bad, all[bad].host) : 0;
+    snprintf(why + n, room - (size_t)n, "%s", all[bad].why);
+    return false;
+}
+
+static PeerWord *peers_words(const CheckpointPeers *p) { return (PeerWord *)host_alloc(sizeof(PeerWord) * (size_t)p->world); }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Loading
@@ -135,21 +191,24 @@ static void checkpoint_match(const Checkpoint *c, const CheckpointTensors *t, co
         if (!kind_used[i] && t->get)
             difference(&differences, "optimizer state %s: in the checkpoint, not used by this run's optimizer", c->kind[i]);
     if (differences)
-        die(EXIT_CHECKPOINT, "%s is a checkpoint of another model or optimizer (%d differences, listed above); give this run its configuration, or start anew with run.resume=none and another checkpoint.save_dir",
+        die_told(EXIT_CHECKPOINT, "%s is a checkpoint of another model or optimizer (%d differences, listed above); give this run its configuration, or start anew with run.resume=none and another checkpoint.save_dir",
             where, differences);
 }
 
-// Hands all tensors to the run. The checkpoint was checked; what fails now was changed since.
+// Hands the run what this rank needs of all tensors. The checkpoint was checked; what fails now was changed since.
 static bool checkpoint_put(Checkpoint *c, const CheckpointTensors *t, const int *tensor_of, const int *kind_of) {
-    int64_t largest = 0;
-    for (int i = 0; i < c->n_tensors; i++) largest = max_i64(largest, c->tensor[i].numel);
-    float *values = (float *)host_alloc((size_t)largest * 4);
+    float *values = (float *)host_alloc((size_t)SLICE_NUMEL * 4);
     bool good = true;
     for (int k = 0; k < t->n_kinds && good; k++)
         for (int row = 0; row < t->table->n_rows && good; row++) {
+            int64_t first, last;
             if (t->table->row[row].tied_to >= 0) continue;
-            good = stored_tensor_read(c, (uint32_t)tensor_of[row], (uint32_t)kind_of[k], values);
-            if (good) t->put(t->ctx, row, k, values);
+            t->needed(t->ctx, row, &first, &last);
+            for (int64_t n; first < last && good; first += n) {
+                n = min_i64(last - first, SLICE_NUMEL);
+                good = stored_values_read(c, (uint32_t)tensor_of[row], (uint32_t)kind_of[k], first, n, values);
+                if (good) t->put(t->ctx, row, k, first, n, values);
+            }
         }
     free(values);
     return good;
@@ -168,18 +227,38 @@ static void foreign_visit(void *ctx, const char *name) {
     if (v->n++ == 0) text_escape(v->first, sizeof v->first, name, strlen(name));
 }
 
-// Reads and checks one checkpoint, and if it is good, fills the run from it. False: it is damaged, see c->why. Dies when it
-// is sound but of another model.
-static bool checkpoint_try(Checkpoint *c, int folder, const char *name, const char *where, TrainingState *state, const CheckpointTensors *t) {
-    bool good = checkpoint_read(c, folder, name);
+// Is a step of loading good on all ranks, and is it the same checkpoint that they see? If not, c->why says where not.
+static bool load_meet(Checkpoint *c, const CheckpointPeers *p, bool good) {
+    PeerWord word, *all = peers_words(p);
+    char why[sizeof c->why];
+    memset(&word, 0, sizeof word);
+    word.good = good;
+    word.crc = c->manifest_crc;
+    snprintf(word.why, sizeof word.why, "%s", c->why);
+    good = peers_meet(p, &word, all, why, sizeof why);
+    if (!good) memcpy(c->why, why, sizeof why);
+    for (int r = 1; r < p->world && good; r++)
+        if (all[r].crc != all[0].crc)
+            good = checkpoint_bad(c, "rank %d on host %s sees another checkpoint under this name than rank 0 on host %s; all hosts must see the same folder", r,
+                                  all[r].host, all[0].host);
+    free(all);
+    return good;
+}
+
+// Reads and checks one checkpoint, and if it is good, fills the run from it. Each rank checks its part of all values. False:
+// it is damaged, see c->why. Dies when it is sound but of another model.
+static bool checkpoint_try(Checkpoint *c, const CheckpointPeers *p, int folder, const char *name, const char *where, TrainingState *state,
+                           const CheckpointTensors *t) {
+    bool good = load_meet(c, p, checkpoint_read(c, folder, name));
     if (good) {
         int *tensor_of = (int *)host_alloc(sizeof(int) * (size_t)t->table->n_rows), kind_of[CHECKPOINT_KINDS_MAX];
         checkpoint_match(c, t, where, tensor_of, kind_of);
-        good = values_check(c);
+        good = load_meet(c, p, values_check(c, p->rank, p->world));
         if (good) {
             ForeignVisit v = {c, 0, ""};
-            if (folder_each(c->fd, foreign_visit, &v) && v.n) note("%s: %d foreign files ignored, such as %s", where, v.n, v.first);
-            if (!checkpoint_put(c, t, tensor_of, kind_of)) die(EXIT_CHECKPOINT, "%s was changed while it was loaded: %s; start again", where, c->why);
+            if (p->rank == 0 && folder_each(c->fd, foreign_visit, &v) && v.n) note("%s: %d foreign files ignored, such as %s", where, v.n, v.first);
+            if (!load_meet(c, p, checkpoint_put(c, t, tensor_of, kind_of)))
+                die_told(EXIT_CHECKPOINT, "%s was changed while it was loaded: %s; start again", where, c->why);
             *state = c->state;
         }
         free(tensor_of);
@@ -199,74 +278,99 @@ static void latest_compare(int folder, int64_t newest, const char *shown) {
     if (step_of_name(text) > newest) note("%s/latest names %s, which is not there", shown, text);
 }
 
+// The last component of a path, escaped: the name of a checkpoint that was given as a folder.
+static void path_last(char *dst, size_t room, const char *path) {
+    size_t end = strlen(path), start;
+    while (end > 1 && path[end - 1] == '/') end--;
+    for (start = end; start > 0 && path[start - 1] != '/';) start--;
+    text_escape(dst, room, path + start, end - start);
+}
+
+typedef struct {
+    char (*name)[CHECKPOINT_NAME_MAX]; // "." stands for the folder itself
+    int n;
+} LoadCandidates;
+
+// Rank 0's part of the choice: the checkpoints to be tried, in this order. False with a reason in `why` (room bytes).
+static bool load_candidates(LoadCandidates *l, int folder, const char *which, const char *shown, char *why, size_t room) {
+    struct stat st;
+    StepList steps;
+    bool automatic = strcmp(which, "auto") == 0, itself = automatic && fstatat(folder, MANIFEST_FILE, &st, AT_SYMLINK_NOFOLLOW) == 0;
+    bool missing = !automatic && fstatat(folder, which, &st, AT_SYMLINK_NOFOLLOW) != 0;
+    int error = errno;
+    if (!steps_list(folder, &steps)) {
+        snprintf(why, room, "%s: cannot be listed: %s", shown, strerror(errno));
+        return false;
+    }
+    l->n = itself || !automatic ? 1 : steps.n;
+    l->name = (char (*)[CHECKPOINT_NAME_MAX])host_alloc((size_t)l->n * sizeof *l->name);
+    for (int i = 0; i < l->n; i++) {
+        if (itself || !automatic) snprintf(l->name[i], sizeof *l->name, "%.63s", itself ? "." : which); // a valid tag fits
+        else step_name(l->name[i], steps.step[i]);
+    }
+    if (automatic && !itself && steps.n) latest_compare(folder, steps.step[0], shown);
+    if (missing) {
+        size_t used = (size_t)snprintf(why, room, "checkpoint %s/%s: %s; there are: %s", shown, which, error == ENOENT ? "is missing" : strerror(error), steps.n ? "" : "none");
+        for (int i = 0; i < steps.n && used + 80 < room; i++) {
+            char name[CHECKPOINT_NAME_MAX];
+            step_name(name, steps.step[i]);
+            used += (size_t)snprintf(why + used, room - used, "%s%s", i ? ", " : "", i < 20 ? name : "...");
+            if (i == 20) break;
+        }
+    }
+    free(steps.step);
+    return !missing;
+}
+
 // Fills the run from a checkpoint in folder `dir`. which: "auto" takes the newest good one by step (or dir itself, if it is
 // a checkpoint); otherwise the name of one. Bad ones are named and skipped by "auto". Returns false when "auto" finds no
 // checkpoint at all, good or bad. Dies (EXIT_CHECKPOINT) when there are only bad ones, when the one asked for is missing or
-// bad, and when the one chosen belongs to another model or optimizer. loaded_name (room bytes) receives its name.
-static bool checkpoint_load(const char *dir, const char *which, TrainingState *state, const CheckpointTensors *t, char *loaded_name, size_t room) {
-    char shown[512], where[640], tag[160];
+// bad, and when the one chosen belongs to another model or optimizer. loaded_name (room bytes) receives its name. Rank 0
+// says what is tried, and all ranks try it together.
+static bool checkpoint_load(const CheckpointPeers *p, const char *dir, const char *which, TrainingState *state, const CheckpointTensors *t,
+                            char *loaded_name, size_t room) {
+    char shown[512], where[640], tag[160], why[1200] = "";
     text_escape(shown, sizeof shown, dir, strlen(dir));
-    bool automatic = strcmp(which, "auto") == 0;
+    bool automatic = strcmp(which, "auto") == 0, loaded = false, itself = false;
     if (!automatic && !tag_is_valid(which))
-        die(EXIT_CHECKPOINT, "\"%s\" is no name of a checkpoint: letters, digits and . _ - only, at most %d of them, none of them first a dot",
-            text_escape(tag, sizeof tag, which, strlen(which)), CHECKPOINT_NAME_MAX - 1);
+        die_told(EXIT_CHECKPOINT, "\"%s\" is no name of a checkpoint: letters, digits and . _ - only, at most %d of them, none of them first a dot",
+                 text_escape(tag, sizeof tag, which, strlen(which)), CHECKPOINT_NAME_MAX - 1);
     int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // a link here is the user's wish
-    if (folder < 0 && automatic && errno == ENOENT) return false;
-    if (folder < 0) die(EXIT_CHECKPOINT, "%s: %s; no checkpoint can be read there", shown, strerror(errno));
-    Checkpoint c;
-    StepList steps;
-    struct stat st;
-    if (automatic && fstatat(folder, MANIFEST_FILE, &st, AT_SYMLINK_NOFOLLOW) == 0) { // dir is a checkpoint itself
-        size_t end = strlen(dir), start;
-        while (end > 1 && dir[end - 1] == '/') end--;
-        for (start = end; start > 0 && dir[start - 1] != '/';) start--;
-        text_escape(loaded_name, room, dir + start, end - start);
-        if (!checkpoint_try(&c, folder, ".", shown, state, t)) die(EXIT_CHECKPOINT, "checkpoint %s cannot be loaded: %s", shown, c.why);
-        checkpoint_free(&c);
-        close(folder);
-        return true;
+    int open_error = errno, bad = 0;
+    LoadCandidates candidates = {NULL, 0};
+    PeerWord word, *all = peers_words(p);
+    memset(&word, 0, sizeof word);
+    word.good = true;
+    if (p->rank == 0 && folder >= 0) word.good = load_candidates(&candidates, folder, which, shown, why, sizeof why);
+    else if (p->rank == 0 && !(automatic && open_error == ENOENT)) {
+        snprintf(why, sizeof why, "%s: %s; no checkpoint can be read there", shown, strerror(open_error));
+        word.good = false;
     }
-    if (!steps_list(folder, &steps)) die(EXIT_CHECKPOINT, "%s: cannot be listed: %s", shown, strerror(errno));
-    bool loaded = false;
-    char first_why[480] = "";
-    if (!automatic) {
-        snprintf(where, sizeof where, "%s/%s", shown, which);
-        if (fstatat(folder, which, &st, AT_SYMLINK_NOFOLLOW) != 0) {
-            char list[512] = "none";
-            size_t used = 0;
-            for (int i = 0; i < steps.n && used + 40 < sizeof list; i++) {
-                char name[CHECKPOINT_NAME_MAX];
-                step_name(name, steps.step[i]);
-                used += (size_t)snprintf(list + used, sizeof list - used, "%s%s", i ? ", " : "", used + 80 < sizeof list ? name : "...");
-            }
-            die(EXIT_CHECKPOINT, "checkpoint %s: %s; there are: %s", where, errno == ENOENT ? "is missing" : strerror(errno), list);
-        }
-        loaded = checkpoint_try(&c, folder, which, where, state, t);
-        if (!loaded)
-            die(EXIT_CHECKPOINT, "checkpoint %s cannot be loaded: %s; choose another with run.resume, or let run.resume=auto take the newest good one",
-                where, c.why);
-        snprintf(loaded_name, room, "%s", which);
-        checkpoint_free(&c);
-    }
-    for (int i = 0; i < steps.n && !loaded; i++) {
-        char name[CHECKPOINT_NAME_MAX];
-        step_name(name, steps.step[i]);
-        snprintf(where, sizeof where, "%s/%s", shown, name);
-        if (i == 0) latest_compare(folder, steps.step[0], shown);
-        loaded = checkpoint_try(&c, folder, name, where, state, t);
-        if (loaded) snprintf(loaded_name, room, "%s", name);
+    for (int i = 0; !loaded; i++) {
+        snprintf(word.name, sizeof word.name, "%s", i < candidates.n ? candidates.name[i] : "");
+        if (peers_hear(p, &word, all) >= 0) die_told(EXIT_CHECKPOINT, "%s", why);
+        if (!word.name[0]) break;
+        Checkpoint c;
+        itself = strcmp(word.name, ".") == 0;
+        snprintf(where, sizeof where, "%s%s%s", shown, itself ? "" : "/", itself ? "" : word.name);
+        loaded = checkpoint_try(&c, p, folder, word.name, where, state, t);
+        if (loaded && itself) path_last(loaded_name, room, dir);
+        else if (loaded) snprintf(loaded_name, room, "%s", word.name);
         else {
-            note("checkpoint %s is skipped: %s", where, c.why);
-            if (!first_why[0]) snprintf(first_why, sizeof first_why, "%s: %s", name, c.why);
+            if (automatic && !itself) note("checkpoint %s is skipped: %s", where, c.why);
+            if (bad++ == 0) snprintf(why, sizeof why, itself || !automatic ? "%s" : "%s: %s", itself || !automatic ? c.why : word.name, c.why);
         }
         checkpoint_free(&c);
     }
-    if (!loaded && steps.n)
-        die(EXIT_CHECKPOINT, "%s: none of its %d checkpoints can be loaded (%s); bring one back from a copy, or start anew on purpose with run.resume=none",
-            shown, steps.n, first_why);
-    free(steps.step);
-    close(folder);
-    return loaded;
+    free(all);
+    free(candidates.name);
+    if (folder >= 0) close(folder);
+    if (loaded || bad == 0) return loaded;
+    if (itself) die_told(EXIT_CHECKPOINT, "checkpoint %s cannot be loaded: %s", shown, why);
+    if (!automatic)
+        die_told(EXIT_CHECKPOINT, "checkpoint %s cannot be loaded: %s; choose another with run.resume, or let run.resume=auto take the newest good one", where, why);
+    die_told(EXIT_CHECKPOINT, "%s: none of its %d checkpoints can be loaded (%s); bring one back from a copy, or start anew on purpose with run.resume=none",
+             shown, bad, why);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -354,9 +458,9 @@ static void store_sweep(CheckpointStore *s, const char *shown) {
     if (v.left) note("checkpoint.save_dir %s: %d leftovers of interrupted saves could not be removed: %s", shown, v.left, v.first_why);
 }
 
-// Creates, locks, probes and sweeps the folder, or dies.
+// Rank 0 creates, locks and sweeps the folder, or dies.
 static void store_attach(CheckpointStore *s) {
-    char shown[512], probe[64];
+    char shown[512];
     text_escape(shown, sizeof shown, s->path, strlen(s->path));
     if (!s->read_only) store_make_folders(s, shown);
     s->folder.name[0] = 0;
@@ -368,73 +472,123 @@ static void store_attach(CheckpointStore *s) {
     if (s->read_only) return;
     store_lock(s, shown);
     store_sweep(s, shown);
-    // Permission bits do not tell whether a folder can be written to (read-only mounts, quotas): try it.
-    snprintf(probe, sizeof probe, ".tmp-probe-%016" PRIx64, io_nonce());
-    if (!io_mkdir(&s->io, &s->folder, probe) || !io_unlink(&s->io, &s->folder, probe, true))
-        die(EXIT_CANTCREAT, "checkpoint.save_dir %s cannot be written to: %s; choose a folder that this user may write to", shown, s->io.why);
+}
+
+// Opens what rank 0 calls `name` in save_dir, as this rank sees it. The path is walked each time, since rank 0 may have made
+// the folder anew.
+static bool store_open_shared(CheckpointStore *s, const char *name, IoHandle *folder) {
+    IoHandle above = {s->peers.rank == 0 ? s->folder.fd : open(s->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC), ""};
+    if (above.fd < 0) return io_failed(&s->io, "", "open");
+    bool good = io_open_folder(&s->io, &above, name, folder);
+    if (!good && s->io.error == ENOENT) snprintf(s->io.why, sizeof s->io.why, "%s: is not there; all hosts must see the folder that rank 0 writes to", name);
+    if (s->peers.rank > 0) close(above.fd);
+    return good;
+}
+
+// Can each rank write into the folder? Found out at the start, not at the first save. Permission bits do not tell (read-only
+// mounts, quotas, hosts that see another folder under this path), so all ranks try it. Dies if one cannot.
+static void store_meet(CheckpointStore *s) {
+    PeerWord word, *all = peers_words(&s->peers);
+    char shown[512], why[800], file[32];
+    IoHandle folder, probe;
+    text_escape(shown, sizeof shown, s->path, strlen(s->path));
+    memset(&word, 0, sizeof word);
+    if (s->peers.rank == 0) snprintf(word.name, sizeof word.name, ".tmp-probe-%016" PRIx64, io_nonce());
+    word.good = s->peers.rank > 0 || io_mkdir(&s->io, &s->folder, word.name);
+    bool good = peers_hear(&s->peers, &word, all) < 0 && store_open_shared(s, word.name, &folder);
+    snprintf(file, sizeof file, "rank-%d", s->peers.rank);
+    if (good) {
+        good = io_create(&s->io, &folder, file, &probe);
+        good = good && io_close(&s->io, &probe) && io_unlink(&s->io, &folder, file, false);
+        close(folder.fd);
+    }
+    word.good = good;
+    if (!good) snprintf(word.why, sizeof word.why, "%s", s->io.why);
+    good = peers_meet(&s->peers, &word, all, why, sizeof why);
+    if (s->peers.rank == 0) {
+        Io quiet = s->io;
+        io_remove(&quiet, &s->folder, word.name);
+    }
+    free(all);
+    if (!good)
+        die_told(EXIT_CANTCREAT, "checkpoint.save_dir %s cannot be written to: %s; choose a folder that %sthis user may write to", shown, why,
+                 s->peers.world > 1 ? "all hosts see and " : "");
 }
 
 // Opens save_dir for a run that saves into it: creates it, takes its lock, removes leftovers of interrupted saves. Dies with
 // EXIT_CONFIG when another run holds the lock, with EXIT_CANTCREAT when it cannot be created or written to. read_only:
 // none of this, the folder must exist and checkpoint_save must not be called. io: the seam of the tests, or null.
-static CheckpointStore *checkpoint_open_io(const char *save_dir, bool read_only, const Io *io) {
+static CheckpointStore *checkpoint_open_io(const CheckpointPeers *p, const char *save_dir, bool read_only, const Io *io) {
     CheckpointStore *s = (CheckpointStore *)host_alloc(sizeof *s);
     if (strlen(save_dir) >= sizeof s->path)
-        die(EXIT_CONFIG, "checkpoint.save_dir has %zu bytes, more than %zu", strlen(save_dir), sizeof s->path - 1);
-    if (!*save_dir) die(EXIT_CONFIG, "checkpoint.save_dir is empty; name a folder");
+        die_told(EXIT_CONFIG, "checkpoint.save_dir has %zu bytes, more than %zu", strlen(save_dir), sizeof s->path - 1);
+    if (!*save_dir) die_told(EXIT_CONFIG, "checkpoint.save_dir is empty; name a folder");
     strcpy(s->path, save_dir);
+    s->peers = *p;
     s->read_only = read_only;
+    s->folder.fd = s->lock_fd = -1;
     if (io) s->io = *io;
-    store_attach(s);
+    if (p->rank == 0) store_attach(s);
+    if (!read_only) store_meet(s);
     return s;
 }
 
-static CheckpointStore *checkpoint_open(const char *save_dir, bool read_only) { return checkpoint_open_io(save_dir, read_only, NULL); }
+static CheckpointStore *checkpoint_open(const CheckpointPeers *p, const char *save_dir, bool read_only) { return checkpoint_open_io(p, save_dir, read_only, NULL); }
 
 static void checkpoint_close(CheckpointStore *s) {
     if (s->lock_fd >= 0) close(s->lock_fd); // drops the lock
-    close(s->folder.fd);
+    if (s->folder.fd >= 0) close(s->folder.fd);
     free(s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Writing
 
+// What this rank writes.
 typedef struct {
     int64_t n_runs, data_bytes, file_bytes;
-    int64_t largest; // elements of the largest tensor
 } StoredShardPlan;
 
 static StoredShardPlan stored_shard_plan(const CheckpointTensors *t) {
-    StoredShardPlan p = {0, 0, 0, 0};
+    StoredShardPlan p = {0, 0, 0};
     for (int row = 0; row < t->table->n_rows; row++) {
+        int64_t first, last;
         if (t->table->row[row].tied_to >= 0) continue;
-        int64_t numel = param_numel(&t->table->row[row]);
+        t->owned(t->ctx, row, &first, &last);
+        if (first >= last) continue;
         p.n_runs += t->n_kinds;
-        p.data_bytes += numel * 4 * t->n_kinds;
-        p.largest = max_i64(p.largest, numel);
+        p.data_bytes += (last - first) * 4 * t->n_kinds;
     }
     p.file_bytes = stored_shard_file_bytes(p.data_bytes, p.n_runs);
     return p;
 }
 
-// Bytes on the disk of one checkpoint, the manifest estimated.
-static int64_t checkpoint_bytes(const CheckpointTensors *t) { return stored_shard_plan(t).file_bytes + 4096 + 256 * (int64_t)t->table->n_rows; }
+// Bytes on the disk of one checkpoint, at most; the manifest estimated.
+static int64_t checkpoint_bytes(const CheckpointTensors *t, int world) {
+    int64_t runs = 0, bytes = 0;
+    for (int row = 0; row < t->table->n_rows; row++) {
+        if (t->table->row[row].tied_to >= 0) continue;
+        runs += t->n_kinds;
+        bytes += param_numel(&t->table->row[row]) * 4 * t->n_kinds;
+    }
+    int64_t tables = stored_shard_table_bytes(bytes, runs * world) + 4 * world; // a run cut at every rank; a short piece each
+    return bytes + tables + world * (2 * SHARD_ALIGN + 128) + 4096 + 256 * (int64_t)t->table->n_rows;
+}
 
 // Free bytes without which a save does not begin: a twentieth more, which the file system may take for itself, and 1 MiB.
-static int64_t checkpoint_room(const CheckpointTensors *t) {
-    int64_t bytes = checkpoint_bytes(t);
+static int64_t checkpoint_room(const CheckpointTensors *t, int world) {
+    int64_t bytes = checkpoint_bytes(t, world);
     return bytes + bytes / 20 + (1 << 20);
 }
 
 // Says so, once at the start of a run, when the checkpoints that it will keep do not fit on the disk.
 static void checkpoint_space_note(CheckpointStore *s, const CheckpointTensors *t, int64_t num_checkpoints_to_keep) {
-    int64_t free_bytes, bytes = checkpoint_bytes(t), kept = num_checkpoints_to_keep > 0 ? num_checkpoints_to_keep : 1;
+    int64_t free_bytes, bytes = checkpoint_bytes(t, s->peers.world), kept = num_checkpoints_to_keep > 0 ? num_checkpoints_to_keep : 1;
     char shown[512];
     StepList l;
-    if (s->read_only || !io_space(&s->io, &s->folder, &free_bytes) || !steps_list(s->folder.fd, &l)) return;
+    if (s->read_only || s->peers.rank > 0 || !io_space(&s->io, &s->folder, &free_bytes) || !steps_list(s->folder.fd, &l)) return;
     int64_t more = max_i64(1, kept - l.n + 1); // one more than are kept exists while it is being written
-    double needed = (double)(more - 1) * (double)bytes + (double)checkpoint_room(t);
+    double needed = (double)(more - 1) * (double)bytes + (double)checkpoint_room(t, s->peers.world);
     if (needed > (double)free_bytes)
         note("checkpoint.save_dir %s: a checkpoint takes %.1f MB, and %" PRId64 " more of them will be written before one goes, which with a reserve needs %.1f MB, but only %.1f MB are free: saves will fail then, and training will go on without them",
              text_escape(shown, sizeof shown, s->path, strlen(s->path)), (double)bytes / 1e6, more, needed / 1e6, (double)free_bytes / 1e6);
@@ -453,16 +607,26 @@ static bool save_refused(Io *io, const char *name, const char *format, ...) {
     return false;
 }
 
-// Writes header, values and table of the only rank's shard, which holds everything.
-static bool stored_shard_write_contents(Io *io, const IoHandle *file, const TrainingState *state, const CheckpointTensors *t,
+// Writes n values of a run behind the `at` bytes that are there, and adds them to the checksums of their pieces.
+static bool stored_slice_write(Io *io, const IoHandle *file, const float *values, int64_t n, int64_t at, uint32_t *piece_crc) {
+    for (int64_t done = 0, part; done < n * 4; done += part) { // before the write: a checksum of what was read back would certify damage
+        part = min_i64(n * 4 - done, PIECE_BYTES - (at + done) % PIECE_BYTES);
+        uint32_t *crc = &piece_crc[(at + done) / PIECE_BYTES];
+        *crc = crc32c_extend(*crc, (const char *)values + done, (size_t)part);
+    }
+    return io_write(io, file, values, n * 4, SHARD_ALIGN + at);
+}
+
+// Writes header, values and table of this rank's shard.
+static bool stored_shard_write_contents(Io *io, const IoHandle *file, const CheckpointPeers *p, const TrainingState *state, const CheckpointTensors *t,
                                         const StoredShardPlan *plan, uint32_t *table_crc) {
     ShardHeader *h = (ShardHeader *)host_alloc(sizeof *h);
     memcpy(h->magic, SHARD_MAGIC, sizeof h->magic);
     h->version = CHECKPOINT_VERSION;
     h->byte_order = SHARD_BYTE_ORDER;
     h->step = state->step;
-    h->rank = 0;
-    h->world = 1;
+    h->rank = p->rank;
+    h->world = p->world;
     h->data_bytes = plan->data_bytes;
     h->n_runs = plan->n_runs;
     h->file_bytes = plan->file_bytes;
@@ -473,31 +637,26 @@ static bool stored_shard_write_contents(Io *io, const IoHandle *file, const Trai
     unsigned char *table = (unsigned char *)host_alloc((size_t)table_bytes); // zeros up to the end of the file included
     ShardRun *run = (ShardRun *)table;
     uint32_t *piece_crc = (uint32_t *)(table + plan->n_runs * (int64_t)sizeof(ShardRun));
-    float *values = (float *)host_alloc((size_t)plan->largest * 4);
+    float *values = (float *)host_alloc((size_t)SLICE_NUMEL * 4);
     for (int kind = 0; kind < t->n_kinds && good; kind++) {
         uint32_t tensor = 0;
         for (int row = 0; row < t->table->n_rows && good; row++) {
             const ParamDesc *r = &t->table->row[row];
+            int64_t first, last;
             if (r->tied_to >= 0) continue;
-            int64_t numel = param_numel(r), bytes = numel * 4;
-            t->get(t->ctx, row, kind, values);
-            int64_t bad = first_bad_value(values, numel, kind);
-            if (bad >= 0) {
-                save_refused(io, file->name, "%s of tensor %s is %s at element %" PRId64 ": this state is not worth keeping",
-                                    t->kind[kind], r->name, isnan(values[bad]) ? "NaN" : "infinite", bad);
-                io->error = EDOM; // no system call's: see SaveResult.not_a_number
-                good = false;
-                break;
+            t->owned(t->ctx, row, &first, &last);
+            ShardRun record = {tensor++, (uint32_t)kind, first, last - first, at};
+            if (first < last) *run++ = record;
+            for (int64_t n; first < last && good; first += n, at += n * 4) {
+                n = min_i64(last - first, SLICE_NUMEL);
+                t->get(t->ctx, row, kind, first, n, values);
+                int64_t bad = first_bad_value(values, n, kind);
+                if (bad >= 0) {
+                    good = save_refused(io, file->name, "%s of tensor %s is %s at element %" PRId64 ": this state is not worth keeping",
+                                        t->kind[kind], r->name, isnan(values[bad]) ? "NaN" : "infinite", first + bad);
+                    io->error = EDOM; // no system call's: see SaveResult.not_a_number
+                } else good = stored_slice_write(io, file, values, n, at, piece_crc);
             }
-            ShardRun record = {tensor++, (uint32_t)kind, 0, numel, at};
-            *run++ = record;
-            for (int64_t done = 0, n; done < bytes; done += n) { // before the write: a checksum of what was read back would certify damage
-                n = min_i64(bytes - done, PIECE_BYTES - (at + done) % PIECE_BYTES);
-                uint32_t *crc = &piece_crc[(at + done) / PIECE_BYTES];
-                *crc = crc32c_extend(*crc, (char *)values + done, (size_t)n);
-            }
-            good = io_write(io, file, values, bytes, SHARD_ALIGN + at);
-            at += bytes;
         }
     }
     *table_crc = crc32c_extend(0, table, (size_t)table_bytes);
@@ -515,23 +674,40 @@ static bool file_finish(Io *io, const IoHandle *folder, IoHandle *file, bool goo
     return good && io_sync(io, folder); // the name is data of the folder
 }
 
-static bool stored_shard_write(Io *io, const IoHandle *folder, const TrainingState *state, const CheckpointTensors *t,
-                               const StoredShardPlan *plan, ShardRecord *record) {
-    IoHandle file;
-    snprintf(record->file, sizeof record->file, "shard-%d.bin", 0);
-    record->bytes = plan->file_bytes;
-    if (!io_create(io, folder, record->file, &file)) return false;
-    bool good = io_allocate(io, &file, plan->file_bytes) && stored_shard_write_contents(io, &file, state, t, plan, &record->table_crc);
-    return file_finish(io, folder, &file, good);
+static void shard_name(char dst[32], int rank) { snprintf(dst, 32, "shard-%d.bin", rank); }
+
+// This rank's file in the temporary folder. *table_crc: the checksum that answers for it.
+static bool stored_shard_write(CheckpointStore *s, const char *temporary, const TrainingState *state, const CheckpointTensors *t,
+                               const StoredShardPlan *plan, uint32_t *table_crc) {
+    IoHandle folder, file;
+    char name[32];
+    shard_name(name, s->peers.rank);
+    if (!store_open_shared(s, temporary, &folder)) return false;
+    bool good = io_create(&s->io, &folder, name, &file);
+    if (good) {
+        good = io_allocate(&s->io, &file, plan->file_bytes) && stored_shard_write_contents(&s->io, &file, &s->peers, state, t, plan, table_crc);
+        good = file_finish(&s->io, &folder, &file, good);
+    }
+    close(folder.fd);
+    return good;
 }
 
-static bool manifest_write(Io *io, const IoHandle *folder, const TrainingState *state, const CheckpointTensors *t, const ShardRecord *shard,
-                           int n_shards, int64_t *bytes) {
-    IoHandle file;
-    char *text = manifest_compose(state, t, shard, n_shards, bytes);
-    bool good = io_create(io, folder, MANIFEST_FILE, &file);
-    if (good) good = file_finish(io, folder, &file, io_write(io, &file, text, *bytes, 0));
+// The manifest, from what the ranks said about their files.
+static bool manifest_write(CheckpointStore *s, const char *temporary, const TrainingState *state, const CheckpointTensors *t, const PeerWord *all, int64_t *bytes) {
+    IoHandle folder, file;
+    if (!io_open_folder(&s->io, &s->folder, temporary, &folder)) return false;
+    ShardRecord *shard = (ShardRecord *)host_alloc(sizeof *shard * (size_t)s->peers.world);
+    for (int r = 0; r < s->peers.world; r++) {
+        shard_name(shard[r].file, r);
+        shard[r].bytes = all[r].bytes;
+        shard[r].table_crc = all[r].crc;
+    }
+    char *text = manifest_compose(state, t, shard, s->peers.world, bytes);
+    bool good = io_create(&s->io, &folder, MANIFEST_FILE, &file);
+    if (good) good = file_finish(&s->io, &folder, &file, io_write(&s->io, &file, text, *bytes, 0));
     free(text);
+    free(shard);
+    close(folder.fd);
     return good;
 }
 
@@ -600,39 +776,69 @@ static void save_retention(CheckpointStore *s, int64_t step, int64_t floor, int6
     free(l.step);
 }
 
-// Steps of a save up to the instant at which it is durable.
-static bool save_durably(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, const char *name, SaveResult *result) {
+// Rank 0's first step: room, and a folder under a name that nobody can guess.
+static bool save_begin(CheckpointStore *s, const CheckpointTensors *t, const char *name, char *temporary, size_t room) {
     Io *io = &s->io;
-    StoredShardPlan plan = stored_shard_plan(t);
-    int64_t free_bytes, needed = checkpoint_room(t);
+    int64_t free_bytes, needed = checkpoint_room(t, s->peers.world);
     if (!io_space(io, &s->folder, &free_bytes)) return false;
     if (free_bytes < needed) return save_refused(io, name, "needs %" PRId64 " bytes, but only %" PRId64 " are free", needed, free_bytes);
-    char temporary[128];
-    snprintf(temporary, sizeof temporary, ".tmp-%s-%016" PRIx64, name, io_nonce());
-    if (!io_mkdir(io, &s->folder, temporary)) return false;
-    IoHandle folder;
-    ShardRecord shard;
-    int64_t manifest_bytes = 0;
-    bool replaced = false, good = io_open_folder(io, &s->folder, temporary, &folder);
-    if (good) {
-        good = stored_shard_write(io, &folder, state, t, &plan, &shard) && manifest_write(io, &folder, state, t, &shard, 1, &manifest_bytes);
-        close(folder.fd);
-    }
+    snprintf(temporary, room, ".tmp-%s-%016" PRIx64, name, io_nonce());
+    return io_mkdir(io, &s->folder, temporary);
+}
+
+// Rank 0's last step, when all shards are on the disk (`good`) or one is not; all: what the ranks said about them.
+static bool save_end(CheckpointStore *s, bool good, const TrainingState *state, const CheckpointTensors *t, const char *temporary, const char *name,
+                     const PeerWord *all, int64_t *manifest_bytes) {
+    bool replaced = false;
     // When only the last fsync fails, the checkpoint has its name and stays: nobody knows, so nobody relies on it.
-    good = good && save_publish(s, temporary, name, &replaced);
-    result->bytes = plan.file_bytes + manifest_bytes;
+    good = good && manifest_write(s, temporary, state, t, all, manifest_bytes) && save_publish(s, temporary, name, &replaced);
     if (good && !replaced) return true;
     if (good || !replaced) { // what is under the temporary name is not needed, or of no use
-        Io quiet = *io;
+        Io quiet = s->io;
         struct stat st;
         if (fstatat(s->folder.fd, temporary, &st, AT_SYMLINK_NOFOLLOW) == 0) io_remove(&quiet, &s->folder, temporary);
     }
     return good;
 }
 
+// Was a step of the save good on all ranks? If not, result->why says where not, with file, call and reason.
+static bool save_meet(CheckpointStore *s, bool good, PeerWord *word, PeerWord *all, SaveResult *result) {
+    char shown[112];
+    word->good = good;
+    word->error = s->io.error;
+    if (!good) snprintf(word->why, sizeof word->why, "%s/%s", text_escape(shown, sizeof shown, s->path, strlen(s->path)), s->io.why);
+    good = peers_meet(&s->peers, word, all, result->why, sizeof result->why);
+    for (int r = 0; r < s->peers.world; r++) result->not_a_number |= !all[r].good && all[r].error == EDOM;
+    return good;
+}
+
+// Steps of a save up to the instant at which it is durable.
+static bool save_durably(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, SaveResult *result) {
+    PeerWord word, *all = peers_words(&s->peers);
+    StoredShardPlan plan = stored_shard_plan(t);
+    int64_t manifest_bytes = 0;
+    bool first = s->peers.rank == 0;
+    memset(&word, 0, sizeof word);
+    bool good = save_meet(s, !first || save_begin(s, t, result->name, word.name, sizeof word.name), &word, all, result);
+    if (good) {
+        word.bytes = plan.file_bytes;
+        good = save_meet(s, stored_shard_write(s, word.name, state, t, &plan, &word.crc), &word, all, result);
+        for (int r = 0; r < s->peers.world; r++) result->bytes += all[r].bytes;
+        bool published = first && save_end(s, good, state, t, word.name, result->name, all, &manifest_bytes);
+        word.bytes = manifest_bytes;
+        if (good) {
+            good = save_meet(s, !first || published, &word, all, result);
+            result->bytes += all[0].bytes;
+        }
+    }
+    free(all);
+    return good;
+}
+
 // Saves the run as checkpoint step-N. When the result is durable, `latest` names it and older checkpoints beyond
 // num_checkpoints_to_keep (0 = keep all) are gone, but never one of the keep_n_most_recent newest. Otherwise nothing that
 // was there before has changed, `why` says what failed, and the caller warns and trains on (or ends, if it was the last save).
+// The result is the same on all ranks, but for its time.
 static SaveResult checkpoint_save(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, int64_t keep_n_most_recent,
                                   int64_t num_checkpoints_to_keep) {
     SaveResult result;
@@ -643,20 +849,17 @@ static SaveResult checkpoint_save(CheckpointStore *s, const TrainingState *state
     text_escape(shown, sizeof shown, s->path, strlen(s->path));
     step_name(result.name, state->step);
     struct stat st;
-    if (fstat(s->folder.fd, &st) == 0 && st.st_nlink == 0) {
+    if (s->peers.rank == 0 && fstat(s->folder.fd, &st) == 0 && st.st_nlink == 0) {
         note("checkpoint.save_dir %s was deleted while the run went on; it is made anew", shown);
         if (s->lock_fd >= 0) close(s->lock_fd);
         close(s->folder.fd);
         store_attach(s);
     }
-    result.durable = save_durably(s, state, t, result.name, &result);
+    result.durable = save_durably(s, state, t, &result);
     s->failed_in_a_row = result.durable ? 0 : s->failed_in_a_row + 1;
-    if (result.durable) {
+    if (result.durable && s->peers.rank == 0) {
         save_latest(s, result.name, shown);
         save_retention(s, state->step, keep_n_most_recent, num_checkpoints_to_keep, shown);
-    } else {
-        snprintf(result.why, sizeof result.why, "%s/%s", shown, s->io.why);
-        result.not_a_number = s->io.error == EDOM;
     }
     result.seconds = clock_seconds() - start;
     return result;

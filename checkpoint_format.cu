@@ -1,7 +1,7 @@
 // checkpoint_format.cu - the files of a checkpoint: how they are laid out, how they are composed, how they are doubted.
 //
 //     step-00000100/
-//         shard-0.bin        the values that rank 0 owns (one file a rank), and an index of them
+//         shard-0.bin ...    the values that each rank owns, one file a rank, and an index of them
 //         manifest.json      the rest: state of the run, model, names and shapes of the tensors, list of the shards
 //
 // Every stored run of elements is addressed by tensor name, kind of state ("master" weights, the optimizer's states) and
@@ -48,17 +48,21 @@ typedef struct {
     char config_digest[65];  // of the configuration that wrote it; letters, digits and ":._-"
 } TrainingState;
 
-// Where the tensors come from and go to. Rows that are tied to another have no storage and are left out.
+// Where the tensors come from and go to. Rows that are tied to another have no storage and are left out. A row is
+// (shape[0] * shape[1]) elements without padding, and a rank deals with one range of them, which may be empty.
 typedef struct {
     const ParamTable *table;
     const ModelConfig *model;
     int n_kinds;
     const char *kind[CHECKPOINT_KINDS_MAX]; // "master", then the optimizer's states by name
     void *ctx;
-    // One kind of one row, (shape[0] * shape[1]) values without padding. A null `get` says that nothing will be trained
-    // with what is loaded: then a checkpoint may hold more kinds than are asked for.
-    void (*get)(void *ctx, int row, int kind, float *values);
-    void (*put)(void *ctx, int row, int kind, const float *values);
+    // Elements [first, last) of a row that this rank saves (every element has one such rank), and that it needs to go on.
+    void (*owned)(void *ctx, int row, int64_t *first, int64_t *last);
+    void (*needed)(void *ctx, int row, int64_t *first, int64_t *last);
+    // n values of one kind, from `first` on, inside these ranges. A null `get` says that nothing will be trained with what is
+    // loaded: then a checkpoint may hold more kinds than are asked for.
+    void (*get)(void *ctx, int row, int kind, int64_t first, int64_t n, float *values);
+    void (*put)(void *ctx, int row, int kind, int64_t first, int64_t n, const float *values);
 } CheckpointTensors;
 
 // The first bytes of a shard file.
@@ -193,6 +197,7 @@ typedef struct {
 typedef struct {
     char why[400];             // what is wrong with it
     int fd;
+    uint32_t manifest_crc;     // of the manifest, which holds the checksums of everything else
     TrainingState state;
     ModelConfig model;         // the fields of model_numbers, layer_norm_epsilon, tie_word_embeddings
     int n_kinds, n_tensors, n_shards;
@@ -400,7 +405,8 @@ static bool manifest_read(Checkpoint *c) {
     good = good && stored_read(c, MANIFEST_FILE, fd, text, bytes, 0);
     close(fd);
     if (good) {
-        snprintf(expected, sizeof expected, MANIFEST_LAST_LINE, crc32c_extend(0, text, (size_t)(bytes - last_bytes)));
+        c->manifest_crc = crc32c_extend(0, text, (size_t)(bytes - last_bytes));
+        snprintf(expected, sizeof expected, MANIFEST_LAST_LINE, c->manifest_crc);
         if (memcmp(text + bytes - last_bytes, expected, (size_t)last_bytes) != 0)
             good = checkpoint_bad(c, MANIFEST_FILE ": its checksum (last line) does not match: the file is damaged or was edited");
     }
@@ -499,7 +505,7 @@ static bool runs_check(Checkpoint *c) {
 static bool checkpoint_read(Checkpoint *c, int folder, const char *name) {
     memset(c, 0, sizeof *c);
     c->fd = openat(folder, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (c->fd < 0) return checkpoint_bad(c, "%s", errno == ELOOP ? "is a symbolic link" : errno == ENOTDIR ? "is not a folder" : strerror(errno));
+    if (c->fd < 0) return checkpoint_bad(c, "%s", errno == ELOOP ? "is a symbolic link" : errno == ENOTDIR ? "is not a folder" : errno == EBADF ? "the folder that it lies in cannot be opened" : strerror(errno));
     if (!manifest_read(c)) return false;
     int64_t step = step_of_name(name);
     if (step >= 0 && step != c->state.step)
@@ -538,39 +544,48 @@ static bool stored_shard_values(Checkpoint *c, StoredShard *s, void *dst, int64_
     return true;
 }
 
-// Reads all values once: their checksums must match and none may be NaN. The runs tile the file, so no piece is left out.
-static bool values_check(Checkpoint *c) {
+// Reads part `part` of `parts` of all values once: their checksums must match and none may be NaN. The parts are ranges of
+// bytes, shard after shard, so that ranks which come back in the layout of the save check what they will read. The runs
+// tile the files, so together the parts leave no piece out.
+static bool values_check(Checkpoint *c, int part, int parts) {
     float *values = (float *)host_alloc((size_t)PIECE_BYTES);
+    int64_t total = 0, before = 0; // elements: of all shards, and of those already passed
     bool good = true;
-    for (int i = 0; i < c->n_shards && good; i++)
-        for (int64_t k = 0; k < c->shard[i].n_runs && good; k++) {
-            const ShardRun *r = &c->shard[i].run[k];
-            const char *name = c->tensor[r->tensor].name, *kind = c->kind[r->kind];
-            for (int64_t done = 0, n; done < r->numel && good; done += n) {
-                n = min_i64(r->numel - done, PIECE_BYTES / 4);
-                good = stored_shard_values(c, &c->shard[i], values, n * 4, r->data_offset + done * 4);
+    for (int i = 0; i < c->n_shards; i++) total += c->shard[i].data_bytes / 4;
+    int64_t from = (int64_t)((__int128)total * part / parts), to = (int64_t)((__int128)total * (part + 1) / parts);
+    for (int i = 0; i < c->n_shards && good; i++) {
+        StoredShard *s = &c->shard[i];
+        for (int64_t k = 0; k < s->n_runs && good; k++) {
+            const ShardRun *r = &s->run[k];
+            int64_t start = before + r->data_offset / 4, first = max_i64(0, from - start), last = min_i64(r->numel, to - start);
+            for (int64_t n; first < last && good; first += n) {
+                n = min_i64(last - first, PIECE_BYTES / 4);
+                good = stored_shard_values(c, s, values, n * 4, r->data_offset + first * 4);
                 int64_t bad = good ? first_bad_value(values, n, (int)r->kind) : -1;
                 if (bad >= 0)
-                    good = checkpoint_bad(c, "%s: %s of tensor %s is %s at element %" PRId64, c->shard[i].file, kind, name,
-                                          isnan(values[bad]) ? "NaN" : "infinite", r->global_offset + done + bad);
+                    good = checkpoint_bad(c, "%s: %s of tensor %s is %s at element %" PRId64, s->file, c->kind[r->kind], c->tensor[r->tensor].name,
+                                          isnan(values[bad]) ? "NaN" : "infinite", r->global_offset + first + bad);
             }
         }
+        before += s->data_bytes / 4;
+    }
     free(values);
     return good;
 }
 
-// Puts one kind of one tensor together from its runs, wherever they lie: values[0 .. numel).
-static bool stored_tensor_read(Checkpoint *c, uint32_t tensor, uint32_t kind, float *values) {
-    StoredRun wanted = {tensor, kind, 0, 0, 0, 0};
-    int64_t from = 0, to = c->n_runs; // the first run of this tensor and kind
-    while (from < to) {
+// Puts elements [first, first + n) of one kind of a tensor together from the runs that hold them, wherever they lie.
+static bool stored_values_read(Checkpoint *c, uint32_t tensor, uint32_t kind, int64_t first, int64_t n, float *values) {
+    StoredRun wanted = {tensor, kind, 0, first, 0, 0};
+    int64_t from = 0, to = c->n_runs; // the last run that begins at `first` or before; runs_check says that there is one
+    while (to - from > 1) {
         int64_t middle = (from + to) / 2;
-        if (run_by_place(&c->run[middle], &wanted) < 0) from = middle + 1;
+        if (run_by_place(&c->run[middle], &wanted) <= 0) from = middle;
         else to = middle;
     }
-    for (int64_t at = 0; at < c->tensor[tensor].numel; at += c->run[from++].numel) {
-        const StoredRun *r = &c->run[from];
-        if (!stored_shard_values(c, &c->shard[r->shard], values + r->global_offset, r->numel * 4, r->data_offset)) return false;
+    for (int64_t length; n > 0; first += length, values += length, n -= length) {
+        const StoredRun *r = &c->run[from++];
+        length = min_i64(n, r->global_offset + r->numel - first);
+        if (!stored_shard_values(c, &c->shard[r->shard], values, length * 4, r->data_offset + (first - r->global_offset) * 4)) return false;
     }
     return true;
 }

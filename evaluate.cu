@@ -1,7 +1,7 @@
 // evaluate.cu - what happens once in a while beside training: evaluation, samples, checkpoints, export.
 //
-// With several ranks all of them come here together: each computes its share, and rank 0 alone prints, writes files and reads
-// them (see zero_serve).
+// With several ranks all of them come here together: each computes, saves and loads its share, and rank 0 alone prints, logs,
+// and reads and writes model folders (see zero_serve).
 #pragma once
 #include "trainer.cu"
 
@@ -151,22 +151,30 @@ static void save(Trainer *t, bool last_chance) {
     RankState held = trainer_rank_state(t);
     agree_require(&held, t->grid.rank, t->grid.world);
     if (t->cfg->run.replica_check_every > 0) replicas_check(&t->replicas, &t->zero, t->step); // at stage 0; the others' copies are older than the masters now
-    if (t->grid.rank > 0) { zero_serve(&t->zero); return; }
     TrainingState state = trainer_state(t);
     CheckpointTensors tensors = trainer_tensors(t);
     SaveResult r = checkpoint_save(t->store, &state, &tensors, t->cfg->checkpoint.keep_n_most_recent, t->cfg->checkpoint.num_checkpoints_to_keep);
-    zero_ask(ASK_DONE, 0, 0);
     metrics_log(&t->metrics, "{\"event\":\"checkpoint\",\"at_step\":%" PRId64 ",\"durable\":%s,\"bytes\":%" PRId64 ",\"seconds\":%.4f}", t->step, r.durable ? "true" : "false", r.bytes, r.seconds);
-    if (r.durable) printf("step %6" PRId64 "/%" PRId64 "         | saved %s: %.1f MB in %.2f s\n", t->step, t->cfg->run.steps, r.name, (double)r.bytes / 1e6, r.seconds);
-    else if (r.not_a_number && (last_chance || t->store->failed_in_a_row >= 3))
-        die(EXIT_NUMERICS, "the checkpoint of step %" PRId64 " was not saved: %s; resume from the newest one that is there, with a lower learning rate or other data", t->step, r.why);
-    else if (last_chance) die(EXIT_IO, "the last checkpoint, of step %" PRId64 ", could not be saved: %s; make room and resume from the checkpoint before it", t->step, r.why);
-    else if (t->store->failed_in_a_row >= 3) die(EXIT_IO, "three checkpoints in a row could not be saved, the last one of step %" PRId64 ": %s; make room and resume from the newest one", t->step, r.why);
-    else note("the checkpoint of step %" PRId64 " could not be saved: %s; earlier ones are intact, training goes on", t->step, r.why);
+    if (r.durable && t->grid.rank == 0) printf("step %6" PRId64 "/%" PRId64 "         | saved %s: %.1f MB in %.2f s\n", t->step, t->cfg->run.steps, r.name, (double)r.bytes / 1e6, r.seconds);
+    if (!r.durable && r.not_a_number && (last_chance || t->store->failed_in_a_row >= 3))
+        die_told(EXIT_NUMERICS, "the checkpoint of step %" PRId64 " was not saved: %s; resume from the newest one that is there, with a lower learning rate or other data", t->step, r.why);
+    if (!r.durable && last_chance) die_told(EXIT_IO, "the last checkpoint, of step %" PRId64 ", could not be saved: %s; make room and resume from the checkpoint before it", t->step, r.why);
+    if (!r.durable && t->store->failed_in_a_row >= 3) die_told(EXIT_IO, "three checkpoints in a row could not be saved, the last one of step %" PRId64 ": %s; make room and resume from the newest one", t->step, r.why);
+    if (!r.durable) note("the checkpoint of step %" PRId64 " could not be saved: %s; earlier ones are intact, training goes on", t->step, r.why);
     console_flush();
 }
 
-// Loads the checkpoint that the configuration asks for; false when `auto` finds none. Rank 0 reads, all learn.
+// What was loaded is the same on all ranks: the numbers, and the weights that every rank holds whole.
+static void trainer_verify_loaded(Trainer *t) {
+    RankState held = trainer_rank_state(t);
+    agree_require(&held, t->grid.rank, t->grid.world);
+    replicas_check(&t->replicas, &t->zero, t->step);
+    if (t->cfg->run.replica_check_every > 0) return;
+    replicas_free(&t->replicas); // its memory is planned only for runs that go on comparing
+    memset(&t->replicas, 0, sizeof t->replicas);
+}
+
+// Loads the checkpoint that the configuration asks for; false when `auto` finds none. All ranks read, each what it needs.
 static bool trainer_load(Trainer *t) {
     const Config *cfg = t->cfg;
     const char *which = cfg->load_tag[0] ? cfg->load_tag : cfg->run.resume;
@@ -179,22 +187,17 @@ static bool trainer_load(Trainer *t) {
         return false;
     }
     TrainingState s;
-    double found = 0;
     watch_announce(WATCH_LOAD, seconds_for_bytes(4 * (1 + optimizer_n_states(&cfg->optimizer)) * table_param_count(&t->model.table)));
     const char *dir = trainer_load_dir(cfg, room, sizeof room);
     if (access(dir, F_OK) != 0 && (cfg->load_dir[0] || cfg->checkpoint.load_path[0]))
         die_alike(EXIT_CHECKPOINT, "%s = %s: %s; name a folder with checkpoints", cfg->load_dir[0] ? "--load_dir" : "checkpoint.load_path", dir, strerror(errno));
-    if (t->grid.rank > 0) zero_serve(&t->zero);
-    else {
-        CheckpointTensors tensors = trainer_tensors(t);
-        found = checkpoint_load(dir, which, &s, &tensors, name, sizeof name);
-        zero_ask(ASK_DONE, 0, 0);
-    }
-    comm_host_broadcast(&found, sizeof found, 0);
-    if (found == 0 && (cfg->load_dir[0] || cfg->checkpoint.load_path[0]))
+    CheckpointTensors tensors = trainer_tensors(t);
+    CheckpointPeers peers = trainer_peers(t);
+    bool found = checkpoint_load(&peers, dir, which, &s, &tensors, name, sizeof name);
+    if (!found && (cfg->load_dir[0] || cfg->checkpoint.load_path[0]))
         die_alike(EXIT_CHECKPOINT, "%s = %s: there is no checkpoint in this folder; name one that holds step-* folders", cfg->load_dir[0] ? "--load_dir" : "checkpoint.load_path", dir);
-    if (found == 0) return false;
-    comm_host_broadcast(&s, sizeof s, 0);
+    if (!found) return false;
+    zero_weights_changed(&t->zero);
     if (t->has_train && s.data_fingerprint != t->train.fingerprint)
         die_alike(EXIT_DATA, "train_gpt.data.train: the files are not those that checkpoint %s was trained on; resume with the same files, or --export the model and start a new run with model.init_from", name);
     if (cfg->scheduler.last_batch_iteration != -1)
@@ -217,6 +220,7 @@ static bool trainer_load(Trainer *t) {
         t->opt.scaler.last_overflow = s.scaler_last_overflow;
         t->opt.scaler.hysteresis_left = s.scaler_hysteresis_left;
     }
+    trainer_verify_loaded(t);
     if (t->grid.rank == 0 && !trainer_only_reads(cfg)) printf("resumed from %s: step %" PRId64 ", %" PRId64 " tokens\n", name, t->step, t->tokens);
     console_flush();
     return true;

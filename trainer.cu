@@ -263,9 +263,42 @@ static void watch_begin(const Config *cfg, CommWorld world) {
 // ---------------------------------------------------------------------------------------------------------------
 // Setting up
 
-// What checkpoint.cu and huggingface.cu call on rank 0; kind 0 = masters, then the optimizer's states.
+// What huggingface.cu calls on rank 0.
 static void trainer_weights_get(void *zero, int row, float *values) { zero_ask_read(zero, row, STATE_MASTER, values); }
 static void trainer_weights_put(void *zero, int row, const float *values) { zero_ask_write(zero, row, STATE_MASTER, values); }
+
+// What checkpoint.cu calls on every rank; kind 0 = masters, then the optimizer's states.
+static void trainer_owned(void *zero, int row, int64_t *first, int64_t *last) { zero_row_owned((Zero *)zero, &((Zero *)zero)->model->table.row[row], first, last); }
+static void trainer_needed(void *zero, int row, int64_t *first, int64_t *last) { zero_row_range((Zero *)zero, &((Zero *)zero)->model->table.row[row], first, last); }
+static void trainer_values_get(void *zero, int row, int kind, int64_t first, int64_t n, float *values) { zero_range_read((Zero *)zero, row, (StateKind)kind, first, n, values); }
+static void trainer_values_put(void *zero, int row, int kind, int64_t first, int64_t n, const float *values) { zero_range_write((Zero *)zero, row, (StateKind)kind, first, n, values); }
+
+// CheckpointPeers.gather by a sum over the job, to which each rank gives its words of 32 bits as doubles, which hold them, and zeros
+// for the others. A grid smaller than the job hears its own ranks.
+static void trainer_gather(void *grid, const void *mine, int64_t bytes, void *all) {
+    const ProcessGrid *g = (const ProcessGrid *)grid;
+    double job = 1;
+    int64_t words = ceil_div(bytes, 4);
+    comm_host_all_reduce(&job, 1, COMM_SUM); // ranks of the job
+    double *sum = (double *)host_alloc(sizeof(double) * (size_t)words * (size_t)job);
+    for (int64_t i = 0; i < words; i++) {
+        uint32_t word = 0;
+        memcpy(&word, (const char *)mine + 4 * i, (size_t)min_i64(4, bytes - 4 * i));
+        sum[(g->first_rank + g->rank) * words + i] = word;
+    }
+    comm_host_all_reduce(sum, (int)(words * (int64_t)job), COMM_SUM);
+    for (int64_t r = 0; r < g->world; r++)
+        for (int64_t i = 0; i < words; i++) {
+            uint32_t word = (uint32_t)sum[(g->first_rank + r) * words + i];
+            memcpy((char *)all + r * bytes + 4 * i, &word, (size_t)min_i64(4, bytes - 4 * i));
+        }
+    free(sum);
+}
+
+static CheckpointPeers trainer_peers(Trainer *t) {
+    CheckpointPeers p = {t->grid.rank, t->grid.world, trainer_gather, &t->grid};
+    return p;
+}
 
 static CheckpointTensors trainer_tensors(Trainer *t) {
     CheckpointTensors c;
@@ -276,8 +309,10 @@ static CheckpointTensors trainer_tensors(Trainer *t) {
     c.kind[0] = "master";
     for (int i = 0; i < t->zero.n_states; i++) c.kind[1 + i] = t->opt.rule->state_name[i];
     c.ctx = &t->zero;
-    c.get = zero_ask_read;
-    c.put = zero_ask_write;
+    c.owned = trainer_owned;
+    c.needed = trainer_needed;
+    c.get = trainer_values_get;
+    c.put = trainer_values_put;
     if (!trainer_only_reads(t->cfg)) return c;
     c.n_kinds = 1; // no optimizer here: whatever trained the model, its weights are enough
     c.get = NULL;
@@ -536,14 +571,16 @@ static void trainer_init_weights(Trainer *t) {
     zero_ask(ASK_DONE, 0, 0);
 }
 
-// Rank 0 keeps the checkpoints, whose folder it locks, and the log.
+// All ranks save, into a folder that rank 0 locks; rank 0 keeps the log.
 static void trainer_open_files(Trainer *t) {
     const Config *cfg = t->cfg;
     char room[CONFIG_PATH_MAX + 16];
-    make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
-    t->store = checkpoint_open(trainer_save_dir(cfg, room, sizeof room), false);
+    CheckpointPeers peers = trainer_peers(t);
+    if (t->grid.rank == 0) make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
+    t->store = checkpoint_open(&peers, trainer_save_dir(cfg, room, sizeof room), false);
     CheckpointTensors tensors = trainer_tensors(t);
     checkpoint_space_note(t->store, &tensors, cfg->checkpoint.num_checkpoints_to_keep);
+    if (t->grid.rank > 0) return;
     metrics_init(&t->metrics, cfg->run.output_dir, cfg->run.steps, cfg->steps_per_print, t->grid.world,
                  model_flops_per_token(&t->model, cfg->run.seq_len), t->model.dtype);
 }
@@ -560,7 +597,7 @@ static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     t->metrics.log_fd = -1;
     if (reads) return;
     trainer_open_data(t);
-    if (t->grid.rank == 0) trainer_open_files(t);
+    trainer_open_files(t);
     double claimed = 1;
     comm_host_broadcast(&claimed, sizeof claimed, 0); // the folder's lock is ours: another run's recorders are not touched before
     if (t->grid.world > 1) make_folders(cfg->run.output_dir, "train_gpt.run.output_dir"); // hosts may have folders of their own

@@ -872,8 +872,9 @@ static void zero_finish_grads(Zero *z) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Tensors seen from outside: checkpoints, import, export and tests read and write whole tensors by row. All ranks of the
-// group make the same calls; see zero_serve for callers that run on one rank only.
+// Tensors seen from outside. Checkpoints read and write ranges of a row, each rank those that it holds (zero_range_*); import,
+// export and tests whole tensors, for which all ranks of the group make the same calls; see zero_serve for callers that run
+// on one rank only.
 
 // What a row's values are read from or written to.
 typedef enum { STATE_MASTER, STATE_OPTIMIZER_0, STATE_OPTIMIZER_1, STATE_GRAD } StateKind;
@@ -883,6 +884,13 @@ static void zero_row_range(const Zero *z, const ParamDesc *r, int64_t *first, in
     const UnitState *s = &z->unit[r->unit];
     *first = max_i64(0, s->update_first - r->offset);
     *last = min_i64(param_numel(r), s->update_first + s->update_numel - r->offset);
+}
+
+// The elements of a row that this rank saves. All ranks have all of them at stage 0, and share them out as from stage 1 on.
+static void zero_row_owned(const Zero *z, const ParamDesc *r, int64_t *first, int64_t *last) {
+    int64_t shard = z->unit[r->unit].shard_numel, start = shard * z->gather_group.rank;
+    *first = max_i64(0, start - r->offset);
+    *last = min_i64(param_numel(r), start + shard - r->offset);
 }
 
 // The whole of an array of a unit, of which this rank updates `part`: gathered into `whole`, in Zero.staging, where it is shared.
@@ -983,25 +991,60 @@ static void zero_write_host(Zero *z, const ParamDesc *r, StateKind kind, int64_t
     stream_sync(z->stream); // the worker may write the mirror
 }
 
-// The mirror; `values` are the same on every rank. Writing the masters also rounds them into the weights.
-static void zero_tensor_write(Zero *z, int row, StateKind kind, const float *values) {
+// What this rank has of an array, to host memory. on_host: it lies there.
+static void zero_read_own(Zero *z, const void *part, bool on_host, int64_t bytes, void *values) {
+    if (on_host) { memcpy(values, part, (size_t)bytes); return; }
+    device_copy(values, part, bytes, COPY_TO_HOST, z->stream);
+    stream_sync(z->stream);
+}
+
+// values = elements [first, first + n) of a row's masters or states, which this rank updates (zero_row_range).
+static void zero_range_read(Zero *z, int row, StateKind kind, int64_t first, int64_t n, float *values) {
+    const ParamDesc *r = &z->model->table.row[row];
+    const UnitState *s = &z->unit[r->unit];
+    int64_t at = r->offset + first - s->update_first; // in what this rank has of the unit
+    CHECK(r->tied_to < 0 && kind != STATE_GRAD && at >= 0 && at + n <= s->update_numel, "row %s, state %d, %" PRId64 " elements from %" PRId64, r->name, (int)kind, n, first);
+    watch_tick();
+    zero_await_update(z, r->unit);
+    if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) {
+        uint16_t *weight = (uint16_t *)host_alloc((size_t)n * 2), *remainder = (uint16_t *)host_alloc((size_t)n * 2);
+        zero_read_own(z, (uint16_t *)zero_updated_param(z, s) + at, false, n * 2, weight);
+        zero_read_own(z, (uint16_t *)s->master + at, s->update_on_host, n * 2, remainder);
+#pragma omp parallel for simd
+        for (int64_t i = 0; i < n; i++) values[i] = master_join(weight[i], remainder[i]);
+        free(weight);
+        free(remainder);
+        return;
+    }
+    const float *part = kind == STATE_MASTER ? (const float *)s->master : s->state[kind - STATE_OPTIMIZER_0];
+    CHECK(part, "state %d is not there", (int)kind);
+    zero_read_own(z, part + at, s->update_on_host, n * 4, values);
+}
+
+// The mirror. Writing masters also rounds them into the weights; when all are written, zero_weights_changed makes it known.
+static void zero_range_write(Zero *z, int row, StateKind kind, int64_t first, int64_t n, const float *values) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];
     float *part = kind == STATE_MASTER ? (float *)s->master : s->state[kind - STATE_OPTIMIZER_0];
-    int64_t first, last;
+    int64_t at = r->offset + first;
     CHECK(r->tied_to < 0 && kind != STATE_GRAD && part, "row %s, state %d is not there", r->name, (int)kind);
+    CHECK(at >= s->update_first && at + n <= s->update_first + s->update_numel, "row %s, %" PRId64 " elements from %" PRId64, r->name, n, first);
+    watch_tick();
     zero_await_update(z, r->unit);
-    zero_row_range(z, r, &first, &last);
-    int64_t n = last - first, at = r->offset + first;
-    if (n > 0 && s->update_on_host) zero_write_host(z, r, kind, at, n, values + first);
-    else if (n > 0 && kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) zero_write_split(z, s, at, n, values + first);
-    else if (n > 0) {
-        part += at - s->update_first;
-        device_copy(part, values + first, n * 4, COPY_TO_DEVICE, z->stream);
-        if (kind == STATE_MASTER && z->model->dtype == DTYPE_FP16)
-            convert(tensor1((uint16_t *)zero_updated_param(z, s) + at - s->update_first, DTYPE_FP16, n), tensor1(part, DTYPE_FP32, n), z->stream);
-        stream_sync(z->stream); // the caller's memory may go
-    }
+    if (s->update_on_host) { zero_write_host(z, r, kind, at, n, values); return; }
+    if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) { zero_write_split(z, s, at, n, values); return; }
+    part += at - s->update_first;
+    device_copy(part, values, n * 4, COPY_TO_DEVICE, z->stream);
+    if (kind == STATE_MASTER && z->model->dtype == DTYPE_FP16)
+        convert(tensor1((uint16_t *)zero_updated_param(z, s) + at - s->update_first, DTYPE_FP16, n), tensor1(part, DTYPE_FP32, n), z->stream);
+    stream_sync(z->stream); // the caller's memory may go
+}
+
+// The mirror of zero_tensor_read; `values` are the same on every rank.
+static void zero_tensor_write(Zero *z, int row, StateKind kind, const float *values) {
+    int64_t first, last;
+    zero_row_range(z, &z->model->table.row[row], &first, &last);
+    if (first < last) zero_range_write(z, row, kind, first, last - first, values + first);
     if (kind == STATE_MASTER) zero_weights_changed(z);
 }
 
@@ -1037,7 +1080,7 @@ static void zero_init_weights(Zero *z, uint64_t seed) {
     }
 }
 
-// Files are read and written by rank 0. It asks, by zero_ask_*, and the others answer in zero_serve until it says that it
+// Model folders are read and written by rank 0. It asks, by zero_ask_*, and the others answer in zero_serve until it says that it
 // is done; so the file code need not know how many ranks there are.
 typedef enum { ASK_DONE, ASK_READ, ASK_WRITE } AskKind;
 

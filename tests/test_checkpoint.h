@@ -22,21 +22,38 @@ typedef struct {
     int puts;                            // calls of put
     int poison_row, poison_kind;         // get gives poison in the middle of this tensor; row -1 = nowhere
     float poison;
+    int rank, world;                     // of the ranks that save it together; 0 and 1 unless said otherwise
+    bool needs_owned;                    // loads what it owns; otherwise everything, as every rank does at stage 0
     TrainingState state;
     CheckpointTensors tensors;
 } FakeRun;
 
-static void fake_get(void *ctx, int row, int kind, float *values) {
+static void fake_get(void *ctx, int row, int kind, int64_t first, int64_t n, float *values) {
     FakeRun *f = (FakeRun *)ctx;
-    int64_t n = param_numel(&f->table.row[row]);
-    memcpy(values, f->value[kind][row], (size_t)n * 4);
-    if (row == f->poison_row && kind == f->poison_kind) values[n / 2] = f->poison;
+    int64_t poisoned = param_numel(&f->table.row[row]) / 2;
+    memcpy(values, f->value[kind][row] + first, (size_t)n * 4);
+    if (row == f->poison_row && kind == f->poison_kind && poisoned >= first && poisoned < first + n) values[poisoned - first] = f->poison;
 }
 
-static void fake_put(void *ctx, int row, int kind, const float *values) {
+static void fake_put(void *ctx, int row, int kind, int64_t first, int64_t n, const float *values) {
     FakeRun *f = (FakeRun *)ctx;
-    memcpy(f->value[kind][row], values, (size_t)param_numel(&f->table.row[row]) * 4);
+    memcpy(f->value[kind][row] + first, values, (size_t)n * 4);
     f->puts++;
+}
+
+// Rank r of N owns the r-th N-th of each row, counted from another rank for each: some ranges are empty, some rows are one rank's.
+static void fake_owned(void *ctx, int row, int64_t *first, int64_t *last) {
+    const FakeRun *f = (const FakeRun *)ctx;
+    int64_t numel = param_numel(&f->table.row[row]), part = (f->rank + row) % f->world;
+    *first = numel * part / f->world;
+    *last = numel * (part + 1) / f->world;
+}
+
+static void fake_needed(void *ctx, int row, int64_t *first, int64_t *last) {
+    const FakeRun *f = (const FakeRun *)ctx;
+    if (f->needs_owned) { fake_owned(ctx, row, first, last); return; }
+    *first = 0;
+    *last = param_numel(&f->table.row[row]);
 }
 
 static float fake_value(int64_t step, int kind, int row, int64_t i) {
@@ -73,13 +90,14 @@ static FakeRun *fake_make(ModelConfig m, int n_kinds, int64_t step) {
     f->model = m;
     f->n_kinds = n_kinds;
     f->poison_row = -1;
+    f->world = 1;
     model_build_table(&f->table, &f->model);
     for (int k = 0; k < n_kinds; k++) {
         f->value[k] = (float **)host_alloc(sizeof(float *) * (size_t)f->table.n_rows);
         for (int row = 0; row < f->table.n_rows; row++) f->value[k][row] = (float *)host_alloc((size_t)param_numel(&f->table.row[row]) * 4);
     }
     CheckpointTensors t = {&f->table, &f->model, n_kinds, {fake_kind_names[0], fake_kind_names[1], fake_kind_names[2], fake_kind_names[3]},
-                           f, fake_get, fake_put};
+                           f, fake_owned, fake_needed, fake_get, fake_put};
     f->tensors = t;
     fake_fill(f, step);
     return f;
@@ -193,7 +211,7 @@ static const char *ckpt_capture_end(CkptCaptured *c) {
 
 // Saves fake steps into a folder, with a store of its own.
 static void ckpt_save_steps(const char *folder, FakeRun *f, const int64_t *steps, int n) {
-    CheckpointStore *s = checkpoint_open(folder, false);
+    CheckpointStore *s = checkpoint_open(&checkpoint_alone, folder, false);
     for (int i = 0; i < n; i++) {
         fake_fill(f, steps[i]);
         SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
@@ -207,7 +225,7 @@ static const char *ckpt_verdict(const char *folder, const char *name) {
     static char why[400];
     int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     Checkpoint c;
-    bool good = checkpoint_read(&c, fd, name) && values_check(&c);
+    bool good = checkpoint_read(&c, fd, name) && values_check(&c, 0, 1);
     snprintf(why, sizeof why, "%s", c.why);
     checkpoint_free(&c);
     close(fd);
@@ -222,7 +240,7 @@ typedef struct {
 static void ckpt_load_call(void *arg) {
     CkptLoadCall *l = (CkptLoadCall *)arg;
     char name[64];
-    checkpoint_load(l->folder, l->which, &l->run->state, &l->run->tensors, name, sizeof name);
+    checkpoint_load(&checkpoint_alone, l->folder, l->which, &l->run->state, &l->run->tensors, name, sizeof name);
     if (l->run->puts) _exit(99); // must not have reached the model before dying
 }
 
@@ -230,7 +248,7 @@ static void ckpt_load_call(void *arg) {
 static const char *ckpt_load_quietly(const char *folder, const char *which, FakeRun *f, CkptCaptured *c) {
     static char name[64];
     ckpt_capture_begin(c);
-    bool found = checkpoint_load(folder, which, &f->state, &f->tensors, name, sizeof name);
+    bool found = checkpoint_load(&checkpoint_alone, folder, which, &f->state, &f->tensors, name, sizeof name);
     ckpt_capture_end(c);
     return found ? name : "";
 }
@@ -276,19 +294,19 @@ static void test_checkpoint_round_trip(Test *t) {
         ModelConfig m = fake_model(row[i].L, row[i].C, row[i].V);
         FakeRun *f = fake_make(m, row[i].kinds, 1), *g = fake_make(m, row[i].kinds, 99);
         const int64_t steps[] = {7};
-        CheckpointStore *s = checkpoint_open(folder, false);
+        CheckpointStore *s = checkpoint_open(&checkpoint_alone, folder, false);
         fake_fill(f, 7);
         SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
         checkpoint_close(s);
         expect_true(t, r.durable && r.why[0] == 0, "not durable: %s", r.why);
         expect_equal_text(t, "name", r.name, "step-00000007");
         char name[64];
-        expect_true(t, checkpoint_load(folder, "auto", &g->state, &g->tensors, name, sizeof name), "nothing found");
+        expect_true(t, checkpoint_load(&checkpoint_alone, folder, "auto", &g->state, &g->tensors, name, sizeof name), "nothing found");
         expect_equal_text(t, "loaded name", name, "step-00000007");
         expect_true(t, fake_holds(t, g, 7), "values or state differ after loading");
         expect_equal_i64(t, "calls of put", g->puts, row[i].kinds * (g->table.n_rows - 1));
         // What was loaded, saved elsewhere, gives the same bytes.
-        CheckpointStore *o = checkpoint_open(other, false);
+        CheckpointStore *o = checkpoint_open(&checkpoint_alone, other, false);
         SaveResult again = checkpoint_save(o, &g->state, &g->tensors, 0, 0);
         checkpoint_close(o);
         expect_true(t, again.durable, "not durable: %s", again.why);
@@ -305,17 +323,17 @@ static void test_checkpoint_round_trip(Test *t) {
             free(y);
         }
         expect_equal_i64(t, "bytes reported", r.bytes, bytes);
-        expect_true(t, r.bytes <= checkpoint_bytes(&f->tensors), "%" PRId64 " bytes written, %" PRId64 " foreseen", r.bytes,
-                    checkpoint_bytes(&f->tensors));
+        expect_true(t, r.bytes <= checkpoint_bytes(&f->tensors, 1), "%" PRId64 " bytes written, %" PRId64 " foreseen", r.bytes,
+                    checkpoint_bytes(&f->tensors, 1));
         // The same step again, with other values: replaced in one step, nothing left over.
         ckpt_save_steps(other, f, steps, 1);
         fake_fill(f, 8);
         f->state.step = 7;
-        o = checkpoint_open(other, false);
+        o = checkpoint_open(&checkpoint_alone, other, false);
         again = checkpoint_save(o, &f->state, &f->tensors, 0, 0);
         checkpoint_close(o);
         expect_true(t, again.durable, "not durable: %s", again.why);
-        expect_true(t, checkpoint_load(other, "step-00000007", &g->state, &g->tensors, name, sizeof name) && g->state.tokens == 8000,
+        expect_true(t, checkpoint_load(&checkpoint_alone, other, "step-00000007", &g->state, &g->tensors, name, sizeof name) && g->state.tokens == 8000,
                     "the old state of step 7 is still there");
         expect_equal_i64(t, "entries", ckpt_count(other, ckpt_count_visit), 3); // .lock, latest, step-00000007
         fake_free(f);
@@ -592,7 +610,7 @@ static void test_checkpoint_latest(Test *t) {
         unlink(path);
         CHECK(mkdir(path, 0777) == 0, "mkdir");
         ckpt_capture_begin(&c);
-        CheckpointStore *s = checkpoint_open(folder, false);
+        CheckpointStore *s = checkpoint_open(&checkpoint_alone, folder, false);
         fake_fill(f, 3);
         SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
         checkpoint_close(s);
@@ -818,7 +836,7 @@ static void test_checkpoint_not_finite(Test *t) {
         {0, INFINITY, "master of tensor h.0.mlp.c_fc.weight is infinite"}, {0, -INFINITY, "master of tensor h.0.mlp.c_fc.weight is infinite"},
         {1, NAN, "exp_avg of tensor h.0.mlp.c_fc.weight is NaN"}, {1, INFINITY, NULL}, {0, 3.4e38f, NULL}, {0, 1e-45f, NULL},
     };
-    CheckpointStore *s = checkpoint_open(folder, false);
+    CheckpointStore *s = checkpoint_open(&checkpoint_alone, folder, false);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         fake_fill(f, 6);
         f->poison_row = row; f->poison_kind = cases[i].kind; f->poison = cases[i].value;
@@ -829,7 +847,7 @@ static void test_checkpoint_not_finite(Test *t) {
         expect_true(t, ckpt_exists(folder, "step-00000005") == !!cases[i].word, "case %zu: older one %d", i, ckpt_exists(folder, "step-00000005"));
         f->poison_row = -1;
         if (!cases[i].word) { ckpt_remove(ckpt_join(path, folder, "step-00000006")); checkpoint_close(s); ckpt_save_steps(folder, f, steps,
-                1); s = checkpoint_open(folder, false); }
+                1); s = checkpoint_open(&checkpoint_alone, folder, false); }
         // the same value put into a stored checkpoint, under right checksums
         int64_t at = SHARD_ALIGN, place = param_numel(&f->table.row[row]) / 2;
         for (int k = 0; k <= cases[i].kind; k++)
@@ -991,14 +1009,14 @@ static void test_checkpoint_many_layers(Test *t) {
 typedef struct {
     const char *folder;
 } CkptOpenCall;
-static void ckpt_open_call(void *arg) { checkpoint_open(((CkptOpenCall *)arg)->folder, false); }
+static void ckpt_open_call(void *arg) { checkpoint_open(&checkpoint_alone, ((CkptOpenCall *)arg)->folder, false); }
 
 static void test_checkpoint_lock(Test *t) {
     CkptPath folder, deep;
     char pid[64];
     ckpt_folder(folder);
     ckpt_join(deep, folder, "a/b//c/");
-    CheckpointStore *s = checkpoint_open(deep, false); // makes the whole path
+    CheckpointStore *s = checkpoint_open(&checkpoint_alone, deep, false); // makes the whole path
     expect_true(t, ckpt_exists(folder, "a/b/c/.lock"), "no lock file");
     snprintf(pid, sizeof pid, "pid %ld on host ", (long)getpid());
     CkptOpenCall call = {deep};
@@ -1007,7 +1025,7 @@ static void test_checkpoint_lock(Test *t) {
     checkpoint_close(s);
     char text[DIES_TEXT_BYTES];
     expect_equal_i64(t, "after close", run_in_child(ckpt_open_call, &call, text), -1); // opens, and leaves with the lock held
-    s = checkpoint_open(deep, false);                                                  // gone with that process
+    s = checkpoint_open(&checkpoint_alone, deep, false);                                                  // gone with that process
     checkpoint_close(s);
     // whatever an earlier holder left in the file is shown escaped
     CkptPath path;
@@ -1040,7 +1058,7 @@ static void test_checkpoint_folders_above(Test *t) {
     for (const char *p = deep; *p; p++) levels += *p == '/';
     Io io = {ckpt_count_above, &above};
     ckpt_capture_begin(&c);
-    checkpoint_close(checkpoint_open_io(deep, false, &io));
+    checkpoint_close(checkpoint_open_io(&checkpoint_alone, deep, false, &io));
     ckpt_capture_end(&c);
     expect_equal_i64(t, "fsyncs of folders above", above, levels);
     expect_contains(t, "note", c.text, "fsync of a folder above it failed");
@@ -1053,7 +1071,7 @@ static void test_checkpoint_space_note(Test *t) {
     CkptCaptured c;
     ckpt_folder(folder);
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
-    CheckpointStore *s = checkpoint_open(folder, false);
+    CheckpointStore *s = checkpoint_open(&checkpoint_alone, folder, false);
     ckpt_capture_begin(&c);
     checkpoint_space_note(s, &f->tensors, 3);
     ckpt_capture_end(&c);
@@ -1077,7 +1095,7 @@ static void test_checkpoint_cannot_create(Test *t) {
     CkptOpenCall empty = {""};
     expect_dies(t, EXIT_CONFIG, "is empty", ckpt_open_call, &empty);
     CkptPath odd; // a name that needs escaping works, and is escaped in messages
-    CheckpointStore *s = checkpoint_open(ckpt_join(odd, folder, "a b'\"\n\xff"), false);
+    CheckpointStore *s = checkpoint_open(&checkpoint_alone, ckpt_join(odd, folder, "a b'\"\n\xff"), false);
     CkptOpenCall again = {odd};
     expect_dies(t, EXIT_CONFIG, "a b'\"\\x0a\\xff", ckpt_open_call, &again);
     checkpoint_close(s);
@@ -1108,10 +1126,10 @@ static void test_checkpoint_sweep(Test *t) {
     CHECK(symlink("step-00000005", ckpt_join(path, folder, ".tmp-link")) == 0, "symlink");
     ckpt_spill(ckpt_join(path, folder, "mine.txt"), "x", 1);
     // a reader touches nothing
-    checkpoint_close(checkpoint_open(folder, true));
+    checkpoint_close(checkpoint_open(&checkpoint_alone, folder, true));
     expect_equal_i64(t, "entries after a reader", ckpt_count(folder, ckpt_count_visit), 105);
     ckpt_capture_begin(&c);
-    checkpoint_close(checkpoint_open(folder, false));
+    checkpoint_close(checkpoint_open(&checkpoint_alone, folder, false));
     ckpt_capture_end(&c);
     expect_contains(t, "note", c.text, "101 leftovers of interrupted saves removed");
     expect_equal_i64(t, "entries", ckpt_count(folder, ckpt_count_visit), 4); // .lock latest mine.txt step-00000005
@@ -1128,7 +1146,7 @@ static void test_checkpoint_retention(Test *t) {
     for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
         CkptPath folder;
         ckpt_folder_fast(folder);
-        CheckpointStore *s = checkpoint_open(folder, false);
+        CheckpointStore *s = checkpoint_open(&checkpoint_alone, folder, false);
         for (int step = 1; step <= 6; step++) {
             fake_fill(f, step);
             SaveResult r = checkpoint_save(s, &f->state, &f->tensors, row[i].floor, row[i].ceiling);
@@ -1152,7 +1170,7 @@ static void test_checkpoint_retention(Test *t) {
     const int64_t steps[] = {10, 20, 30, 40};
     ckpt_save_steps(folder, f, steps, 4);
     ckpt_harm(ckpt_join(path, folder, "step-00000040/manifest.json"), CKPT_HARM_CUT_1);
-    CheckpointStore *s = checkpoint_open(folder, false);
+    CheckpointStore *s = checkpoint_open(&checkpoint_alone, folder, false);
     fake_fill(f, 25);
     SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 1, 1);
     expect_true(t, r.durable, "%s", r.why);
@@ -1174,7 +1192,7 @@ static void test_checkpoint_folder_deleted(Test *t) {
     ckpt_folder(folder);
     ckpt_join(deep, folder, "a/b");
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
-    CheckpointStore *s = checkpoint_open(deep, false);
+    CheckpointStore *s = checkpoint_open(&checkpoint_alone, deep, false);
     CkptPath a;
     ckpt_remove(ckpt_join(a, folder, "a"));
     fake_fill(f, 4);
@@ -1233,7 +1251,7 @@ static void test_checkpoint_fail_every_call(Test *t) {
                 ckpt_folder_fast(folder);
                 CkptFaults faults = {0};
                 Io io = {ckpt_faults_before, &faults};
-                CheckpointStore *s = checkpoint_open_io(folder, false, &io);
+                CheckpointStore *s = checkpoint_open_io(&checkpoint_alone, folder, false, &io);
                 for (int step = 1; step <= 2; step++) {
                     fake_fill(f, step);
                     CHECK(checkpoint_save(s, &f->state, &f->tensors, 0, 2).durable, "save %d", step);
@@ -1270,7 +1288,7 @@ static void test_checkpoint_fail_every_call(Test *t) {
                 expect_true(t, next.durable, "call %" PRId64 ": the next save fails: %s", k, next.why);
                 checkpoint_close(s);
                 ckpt_capture_begin(&c);
-                checkpoint_close(checkpoint_open(folder, false));
+                checkpoint_close(checkpoint_open(&checkpoint_alone, folder, false));
                 ckpt_capture_end(&c);
                 expect_equal_i64(t, "leftovers", ckpt_count(folder, ckpt_hidden_visit), 0);
                 expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", g, &c), "step-00000004");
@@ -1312,7 +1330,7 @@ static void ckpt_killed_run(void *arg) {
     CkptKilledRun *r = (CkptKilledRun *)arg;
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
     Io io = {ckpt_faults_before, &r->faults};
-    CheckpointStore *s = checkpoint_open_io(r->folder, false, &io);
+    CheckpointStore *s = checkpoint_open_io(&checkpoint_alone, r->folder, false, &io);
     for (int64_t step = 1; step <= r->saves; step++) {
         fake_fill(f, step);
         if (checkpoint_save(s, &f->state, &f->tensors, 0, 1).durable) *r->acknowledged = step;
@@ -1345,7 +1363,7 @@ static void test_checkpoint_stop_at_every_call(Test *t) {
         expect_true(t, got >= *acknowledged, "stop at call %" PRId64 ": step %" PRId64 " acknowledged, \"%s\" loaded", k, *acknowledged, name);
         if (got) expect_true(t, fake_holds(t, g, got), "stop at call %" PRId64 ": wrong values", k);
         ckpt_capture_begin(&c);
-        checkpoint_close(checkpoint_open(r.folder, false));
+        checkpoint_close(checkpoint_open(&checkpoint_alone, r.folder, false));
         ckpt_capture_end(&c);
         expect_equal_i64(t, "leftovers", ckpt_count(r.folder, ckpt_hidden_visit), 0);
         ckpt_remove(r.folder);
@@ -1367,7 +1385,7 @@ static void test_checkpoint_odd_file_systems(Test *t) {
     CkptFaults storm = {0};
     storm.storm = true;
     Io io = {ckpt_faults_before, &storm};
-    CheckpointStore *s = checkpoint_open_io(folder, false, &io);
+    CheckpointStore *s = checkpoint_open_io(&checkpoint_alone, folder, false, &io);
     fake_fill(f, 5);
     SaveResult r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
     checkpoint_close(s);
@@ -1378,7 +1396,7 @@ static void test_checkpoint_odd_file_systems(Test *t) {
     CkptFaults plain = {0};
     plain.no_flags = true;
     Io plain_io = {ckpt_faults_before, &plain};
-    s = checkpoint_open_io(folder, false, &plain_io);
+    s = checkpoint_open_io(&checkpoint_alone, folder, false, &plain_io);
     fake_fill(f, 6);
     r = checkpoint_save(s, &f->state, &f->tensors, 0, 0);
     expect_true(t, r.durable, "%s", r.why);
@@ -1390,7 +1408,7 @@ static void test_checkpoint_odd_file_systems(Test *t) {
     expect_true(t, r.durable && ckpt_verdict(folder, "step-00000006") == NULL, "durable %d: %s", r.durable, r.why);
     checkpoint_close(s);
     ckpt_capture_begin(&c);
-    checkpoint_close(checkpoint_open(folder, false));
+    checkpoint_close(checkpoint_open(&checkpoint_alone, folder, false));
     ckpt_capture_end(&c);
     expect_equal_i64(t, "leftovers", ckpt_count(folder, ckpt_hidden_visit), 0);
     ckpt_remove(folder);
@@ -1403,7 +1421,7 @@ static void ckpt_limited_save(void *arg) {
     struct rlimit limit = {6000, 6000}; // in the middle of the shard: the write is short, and the next one refused
     FakeRun *f = fake_make(fake_model(1, 8, 5), 1, 1);
     Io io = {ckpt_no_allocate, NULL};
-    CheckpointStore *s = checkpoint_open_io((const char *)arg, false, &io);
+    CheckpointStore *s = checkpoint_open_io(&checkpoint_alone, (const char *)arg, false, &io);
     signal(SIGXFSZ, SIG_IGN);
     CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0, "setrlimit");
     fake_fill(f, 2);
@@ -1441,7 +1459,7 @@ static void test_checkpoint_space(Test *t) {
     ckpt_save_steps(folder, f, steps, 1);
     int folders = 0;
     Io io = {ckpt_no_space, &folders};
-    CheckpointStore *s = checkpoint_open_io(folder, false, &io);
+    CheckpointStore *s = checkpoint_open_io(&checkpoint_alone, folder, false, &io);
     // a model whose checkpoint no disk of today can hold: 2^44 rows; get must never be called
     ModelConfig m = fake_model(1, 8, 5);
     ParamTable huge = f->table;
@@ -1458,12 +1476,12 @@ static void test_checkpoint_space(Test *t) {
     expect_true(t, !r.not_a_number, "a full disk counts as NaN");
     char needed[64]; // the start foresees what the save asks for
     CkptCaptured c;
-    snprintf(needed, sizeof needed, "needs %" PRId64 " bytes, but", checkpoint_room(&tensors));
+    snprintf(needed, sizeof needed, "needs %" PRId64 " bytes, but", checkpoint_room(&tensors, 1));
     expect_contains(t, "why", r.why, needed);
     ckpt_capture_begin(&c);
     checkpoint_space_note(s, &tensors, 1);
     ckpt_capture_end(&c);
-    snprintf(needed, sizeof needed, "with a reserve needs %.1f MB, but", (double)checkpoint_room(&tensors) / 1e6);
+    snprintf(needed, sizeof needed, "with a reserve needs %.1f MB, but", (double)checkpoint_room(&tensors, 1) / 1e6);
     expect_contains(t, "note", c.text, needed);
     expect_true(t, ckpt_verdict(folder, "step-00000001") == NULL, "the old one was harmed");
     checkpoint_close(s);
@@ -1502,7 +1520,7 @@ static void crash_verdict(CrashCheck *c, int slot) {
         char name[CHECKPOINT_NAME_MAX];
         Checkpoint k;
         step_name(name, steps.step[i]);
-        bool good = checkpoint_read(&k, fd, name) && values_check(&k);
+        bool good = checkpoint_read(&k, fd, name) && values_check(&k, 0, 1);
         if (!good) {
             c->is_torn[slot] = true;
             if (!c->first[0]) snprintf(c->first, sizeof c->first, "%s: %s", name, k.why);
@@ -1614,13 +1632,13 @@ static void crash_scenario(Test *t, CrashLog *log, const char *folder) {
     Io io = {crash_record, log};
     CkptCaptured c;
     ckpt_capture_begin(&c);
-    CheckpointStore *s = checkpoint_open_io(folder, false, &io);
+    CheckpointStore *s = checkpoint_open_io(&checkpoint_alone, folder, false, &io);
     log->n = 0; // the start in an empty folder is of no interest
     for (int i = 0; i < 5; i++) {
         if (i == 2) {
             checkpoint_close(s);
             crash_mark(log, LOG_START, 0);
-            s = checkpoint_open_io(folder, false, &io);
+            s = checkpoint_open_io(&checkpoint_alone, folder, false, &io);
         }
         fake_fill(f, i + 1);
         f->state.step = steps[i];

@@ -93,6 +93,12 @@ static void tiny_trainer(Trainer *t, Config *c) {
     zero_init_weights(&t->zero, (uint64_t)c->run.seed);
 }
 
+// A store for a trainer's checkpoints, on all ranks of its grid.
+static CheckpointStore *trainer_store(Trainer *t, const char *folder) {
+    CheckpointPeers peers = trainer_peers(t);
+    return checkpoint_open(&peers, folder, false);
+}
+
 // All masters one after another, rows in the order of the table; the caller frees it.
 static float *trainer_weights(Trainer *t, int64_t *n) {
     *n = table_param_count(&t->model.table);
@@ -1089,7 +1095,7 @@ static void resume_row(Test *t, DType dtype, OptimizerType type, ScheduleType sc
     StepStats want[END];
     Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
     tiny_trainer(trainer, c);
-    trainer->store = checkpoint_open(folder, false);
+    trainer->store = trainer_store(trainer, folder);
     for (int k = 0; k < END; k++) {
         if (k == STOP) save(trainer, true);
         want[k] = train_step(trainer);

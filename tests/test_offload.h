@@ -142,7 +142,7 @@ static void test_offload_resume(Test *t) {
                 if (way < 0 ? saver : way > 0) offload_config(c, way == 3 ? 1 : 3, way == 1 ? 0.5 : 1);
                 Trainer *trainer = zero_trainer(c);
                 if (way < 0) {
-                    if (test_world.rank == 0) trainer->store = checkpoint_open(own, false);
+                    trainer->store = trainer_store(trainer, own);
                     for (int k = 0; k < 3; k++) train_step(trainer);
                     save(trainer, true);
                 } else expect_true(t, trainer_load(trainer) && trainer->step == 3, "step %" PRId64, trainer->step);

@@ -232,7 +232,7 @@ static void resume_across_stages(Test *t, DType dtype) {
         trainer->has_train = true;
         if (way < 0) {
             zero_init_weights(&trainer->zero, 7);
-            if (test_world.rank == 0) trainer->store = checkpoint_open(folder, false);
+            trainer->store = trainer_store(trainer, folder);
             for (int k = 0; k < 3; k++) train_step(trainer);
             save(trainer, true);
         } else expect_true(t, trainer_load(trainer) && trainer->step == 3, "step %" PRId64, trainer->step);
@@ -315,13 +315,99 @@ static void test_replicas_equal(Test *t) {
     free(c);
 }
 
-// The grid of n consecutive ranks that this rank belongs to; all such grids do the same work beside each other.
+// The grid of n consecutive ranks that this rank belongs to; all such grids do the same work beside each other. Ranks that are
+// too few for a last one have a grid each.
 static ProcessGrid grid_of(int n) {
+    int first = test_world.rank / n * n;
+    if (first + n > test_world.world) first = test_world.rank, n = 1;
     GridAxes axes = {1, n, 1, 1};
-    ProcessGrid g = grid_make(test_world.rank % n, axes);
-    g.first_rank = test_world.rank / n * n;
+    ProcessGrid g = grid_make(test_world.rank - first, axes);
+    g.first_rank = first;
     return g;
 }
+
+// A rank whose grid is itself has nobody to compare n values with; the others' sums go on without it.
+static void sit_out(const ProcessGrid *grid, int grid_ranks, int n) {
+    if (grid->world == grid_ranks) return;
+    double *none = (double *)host_alloc(sizeof(double) * (size_t)n);
+    for (int way = 0; way < 2; way++) {
+        for (int i = 0; i < n; i++) none[i] = way ? -INFINITY : INFINITY;
+        comm_host_all_reduce(none, n, way ? COMM_MAX : COMM_MIN);
+    }
+    free(none);
+}
+
+// Masters and states, all bits equal, through a chain of layouts: each loads what the one before it saved and saves it again.
+// Ranks that are left over do the same alone, and read the first grid's files.
+static void resume_through_layouts(Test *t, DType dtype) {
+    static const struct { int ranks, stage; } layout[] = {{4, 3}, {1, 0}, {3, 2}, {2, 1}, {4, 0}, {2, 3}, {1, 3}, {3, 1}, {4, 2}};
+    char folder[64] = "/tmp/test_gpt_XXXXXX", own[96];
+    if (test_world.rank == 0) CHECK(mkdtemp(folder), "mkdtemp: %s", strerror(errno));
+    comm_host_broadcast(folder, sizeof folder, 0);
+    Config *c = parallel_config(1);
+    config_set_dtype(c, dtype);
+    snprintf(c->run.resume, sizeof c->run.resume, "auto");
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    float *want = NULL;
+    int64_t numel;
+    int before = -1;
+    for (int i = 0; i < (int)(sizeof layout / sizeof *layout); i++) {
+        int n = layout[i].ranks;
+        if (n > test_world.world) continue;
+        c->zero.stage = layout[i].stage;
+        c->batch.train_micro_batch_size_per_gpu = PARALLEL_SAMPLES / grid_of(n).world;
+        trainer_init_core(trainer, c, grid_of(n), true, c->batch.train_micro_batch_size_per_gpu);
+        trainer->metrics.log_fd = -1;
+        dataloader_open(&trainer->train, tiny_tokens, 131, c->run.seq_len, PARALLEL_SAMPLES, false, false, 1, "data.train");
+        trainer->has_train = true;
+        if (before < 0) {
+            zero_init_weights(&trainer->zero, 7);
+            for (int k = 0; k < 2; k++) train_step(trainer);
+        } else {
+            snprintf(c->checkpoint.save_dir, sizeof c->checkpoint.save_dir, "%s/%d-0", folder, before);
+            expect_true(t, trainer_load(trainer) && trainer->step == 2, "step %" PRId64, trainer->step);
+            sit_out(&trainer->grid, n, AGREE_FIELDS);
+            sit_out(&trainer->grid, n, 2 * trainer->model.table.n_units);
+        }
+        float *got = trainer_states(trainer, &numel);
+        char what[96];
+        snprintf(what, sizeof what, "saved in layout %d, loaded by %d ranks at stage %d", before, n, layout[i].stage);
+        if (want) expect_same_bytes(t, what, got, want, numel * 4);
+        if (want) free(got);
+        else want = got;
+        snprintf(own, sizeof own, "%s/%d-%d", folder, i, trainer->grid.first_rank);
+        trainer->store = trainer_store(trainer, own);
+        sit_out(&trainer->grid, n, AGREE_FIELDS);
+        save(trainer, true);
+        if (before < 0 && test_world.rank >= n) { // trained in another grid, maybe to other bits: compares with what it loads next
+            free(want);
+            want = NULL;
+        }
+        trainer_free(trainer);
+        double done = 1;
+        comm_host_all_reduce(&done, 1, COMM_SUM);
+        // one shard a rank, and no rank has all
+        char file[160];
+        struct stat st;
+        int64_t bytes = 0;
+        for (int r = 0; r < 5; r++) {
+            snprintf(file, sizeof file, "%s/%d-0/step-00000002/shard-%d.bin", folder, i, r);
+            bool there = stat(file, &st) == 0;
+            expect_true(t, there == (r < n), "%s: %d", file, there);
+            if (there) bytes += st.st_size;
+        }
+        snprintf(file, sizeof file, "%s/%d-0/step-00000002/shard-0.bin", folder, i);
+        expect_true(t, stat(file, &st) == 0 && (double)st.st_size < 1.3 * (double)bytes / n, "rank 0 of %d wrote %" PRId64 " of %" PRId64 " bytes", n, (int64_t)st.st_size, bytes);
+        before = i;
+    }
+    if (test_world.rank == 0) remove_folder(folder);
+    free(want);
+    free(trainer);
+    free(c);
+}
+static void test_resume_through_layouts(Test *t) { resume_through_layouts(t, DTYPE_FP32); }
+static void test_resume_through_layouts_bf16(Test *t) { resume_through_layouts(t, DTYPE_BF16); }
+static void test_resume_through_layouts_fp16(Test *t) { resume_through_layouts(t, DTYPE_FP16); }
 
 // Saved by n ranks, loaded by another number of them: the losses of the run that was not stopped, to 1e-5, as in class B.
 static void test_resume_across_ranks(Test *t) {
@@ -336,7 +422,7 @@ static void test_resume_across_ranks(Test *t) {
         for (int loader = 0; loader <= test_world.world && test_world.world % saver == 0; loader++) { // 0: train and save
             const int n = loader ? loader : saver;
             if (test_world.world % n != 0) continue;
-            snprintf(own, sizeof own, "%s/%d-%d", folder, saver, loader ? 0 : test_world.rank); // each grid writes a copy, all read the first
+            snprintf(own, sizeof own, "%s/%d-%d", folder, saver, loader ? 0 : grid_of(n).first_rank); // each grid writes a copy, all read the first
             snprintf(c->checkpoint.save_dir, sizeof c->checkpoint.save_dir, "%s", own);
             c->zero.stage = loader ? 1 + (saver + loader) % 3 : 2;
             c->batch.train_micro_batch_size_per_gpu = PARALLEL_SAMPLES / n;
@@ -346,7 +432,7 @@ static void test_resume_across_ranks(Test *t) {
             trainer->has_train = true;
             if (loader == 0) {
                 zero_init_weights(&trainer->zero, 7);
-                if (trainer->grid.rank == 0) trainer->store = checkpoint_open(own, false);
+                trainer->store = trainer_store(trainer, own);
                 for (int k = 0; k < 3; k++) train_step(trainer);
                 save(trainer, true);
             } else expect_true(t, trainer_load(trainer) && trainer->step == 3, "step %" PRId64, trainer->step);
@@ -381,6 +467,7 @@ static const TestRow parallel_tests[] = {
     {"stages, fp32", test_stages_fp32}, {"stages, bf16", test_stages_bf16}, {"stages, fp16", test_stages_fp16}, {"stages, accumulation", test_stages_accumulation},
     {"stages, bf16, sent in bf16", test_stages_bf16_sent}, {"stages, bf16, sent in bf16, accumulation", test_stages_bf16_sent_accumulation},
     {"buckets", test_buckets}, {"buckets, bf16", test_buckets_bf16}, {"optimizers, sharded", test_optimizers_sharded}, {"bytes", test_sharded_bytes}, {"memory as planned", test_memory_planned}, {"resume across stages", test_resume_across_stages}, {"resume across stages, bf16", test_resume_across_stages_bf16}, {"resume across ranks", test_resume_across_ranks},
+    {"resume through layouts", test_resume_through_layouts}, {"resume through layouts, bf16", test_resume_through_layouts_bf16}, {"resume through layouts, fp16", test_resume_through_layouts_fp16},
     {"agreement", test_agreement}, {"replicas, equal", test_replicas_equal},
     {NULL, NULL},
 };

@@ -529,7 +529,7 @@ static void test_load_from_fp32_weights(Test *t) {
         c->zero.load_from_fp32_weights = way % 2;
         Trainer *trainer = zero_trainer(c);
         if (way == 0) {
-            if (test_world.rank == 0) trainer->store = checkpoint_open(folder, false);
+            trainer->store = trainer_store(trainer, folder);
             for (int k = 0; k < 3; k++) train_step(trainer);
             save(trainer, true);
             saved = trainer_weights(trainer, &n);
