@@ -6,6 +6,7 @@
 # make ranks-debug    the tests of several ranks with the checks of a DEBUG build
 # make teeth          planted bugs, each of which the tests must notice
 # make fuzz           every parser under libFuzzer, FUZZ_SECONDS=30 each (needs clang)
+# make sbom           writes which libraries the binary links, and their versions (CycloneDX), into the build folder
 # make install-deps   installs what the targets above need (Debian, Ubuntu)
 # make clean
 #
@@ -193,6 +194,10 @@ fuzz:
 	@scripts/setup.sh g++ clang
 	@scripts/fuzz.sh $(FUZZ_SECONDS)
 
+sbom: binaries
+	@scripts/setup.sh python3 readelf
+	@CXX="$(CXX)" MPICC="$(MPICC)" scripts/sbom.py $(BUILD)/train_gpt >$(BUILD)/sbom.json && echo "wrote $(BUILD)/sbom.json"
+
 install-deps:
 	@scripts/setup.sh g++ python3 clang readelf strace unshare locales liburing
 
@@ -200,6 +205,6 @@ clean:
 	rm -rf build train_gpt test_gpt
 
 -include $(wildcard $(BUILD)/*.d)
-.PHONY: ranks-debug teeth all binaries quickstart test sanitize sanitize-run check fuzz install-deps clean FORCE
+.PHONY: ranks-debug teeth all binaries quickstart test sanitize sanitize-run check sbom fuzz install-deps clean FORCE
 # A recipe that failed half-way leaves no target that looks finished.
 .DELETE_ON_ERROR:

@@ -229,7 +229,7 @@ typedef struct {
     int *bucket;
     int n_bucket;
     int64_t bucket_numel, bucket_limit;
-    void *parts;           // (ZeroLayout.parts_bytes) where, with direct exchange, the parts of a unit's gradient arrive
+    void *parts;           // (ZeroLayout.parts_bytes; `wire` lies behind it) where, with direct exchange, the parts of a unit's gradient arrive
     float *staging;        // (ZeroLayout.staging_numel) for tensors on their way out
     char *wire;            // (ZeroLayout.wire_bytes) the fp32 gradients of a bucket, rounded for their way; null where they travel in fp32
     ZeroLayout layout;
@@ -275,8 +275,8 @@ static DType master_dtype(const Model *m) { return m->dtype == DTYPE_BF16 ? DTYP
 // Are gradients exchanged as parts and added by the ranks themselves, instead of by the library's reductions?
 static bool layout_direct(const ZeroLayout *l) { return l->ranks > 1 && l->opt.direct_exchange && l->opt.reduce_scatter; }
 
-// Tensors leave between updates, when no parts arrive: they may use the same memory.
-static bool layout_staging_in_parts(const ZeroLayout *l) { return l->parts_bytes > 0 && l->parts_bytes >= l->staging_numel * 4; }
+// Tensors leave between updates, when no gradients travel: they may use the same memory, the parts' and behind it the wire's.
+static bool layout_staging_in_parts(const ZeroLayout *l) { return l->parts_bytes + l->wire_bytes >= max_i64(1, l->staging_numel * 4); }
 
 // What the next forward pass needs first is updated on the device; the border between units that comes nearest to the ratio parts it
 // from what the CPU updates.
@@ -463,8 +463,8 @@ static void zero_init_pools(Zero *z) {
         z->grad_pool[i].reduced = event_create();
         event_record(z->grad_pool[i].reduced, z->reduce_stream);
     }
-    z->wire = (char *)zero_alloc_for(z, &z->reduce_group, l->wire_bytes, MEMORY_BUFFERS);
-    z->parts = zero_alloc_for(z, &z->reduce_group, l->parts_bytes, MEMORY_BUFFERS);
+    z->parts = zero_alloc_for(z, &z->reduce_group, l->parts_bytes + l->wire_bytes, MEMORY_BUFFERS);
+    z->wire = l->wire_bytes ? (char *)z->parts + l->parts_bytes : NULL;
     z->staging = (float *)(layout_staging_in_parts(l) ? z->parts : zero_alloc(z, l->staging_numel * 4, MEMORY_BUFFERS)); // now: a save must not be the first to find no memory
 }
 
@@ -517,7 +517,6 @@ static void zero_free(Zero *z) {
         comm_free(z->reduce_group, z->grad_pool[i].data);
         event_destroy(z->grad_pool[i].reduced);
     }
-    comm_free(z->reduce_group, z->wire);
     comm_free(z->reduce_group, z->parts);
     if (!layout_staging_in_parts(&z->layout)) device_free(z->staging);
     if (z->opt.overlap_comm) {

@@ -762,6 +762,33 @@ row_ranks_without_mpi() {
     says "started 2 ranks, but this binary was built without MPI or NCCL"
 }
 
+# The bill of materials names each library that the loader will look for, with the version that this machine has of it.
+row_sbom() {
+    "$root/scripts/sbom.py" "$binary" >sbom.json 2>err
+    equal "exit code" $? 0
+    compared=$((compared + 1))
+    python3 - "$binary" >diff 2>&1 <<'PY' || fail "$(tail -n 1 diff)"
+import hashlib, json, subprocess, sys
+bom = json.load(open("sbom.json"))
+run = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout
+needed = sorted(line.split("[")[1].rstrip("]\n") for line in run("readelf", "-d", sys.argv[1]).splitlines() if "(NEEDED)" in line)
+of = {c["properties"][0]["value"]: c for c in bom["components"]}
+assert sorted(f for f, c in of.items() if c["properties"][1]["value"] == "dynamic") == needed, (sorted(of), needed)
+assert of["libc.so.6"]["version"] == run("getconf", "GNU_LIBC_VERSION").split()[1], of["libc.so.6"]
+gomp = [c for f, c in of.items() if f.startswith("libgomp")]
+assert len(gomp) == 1 and gomp[0]["version"].split(".")[0] == run("g++", "-dumpversion").strip().split(".")[0], gomp
+assert all(c["version"] and c["licenses"] for c in of.values())
+program = bom["metadata"]["component"]
+assert program["hashes"][0]["content"] == hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest() and program["version"], program
+assert bom["bomFormat"] == "CycloneDX" and bom["specVersion"] == "1.5"
+PY
+    # What it does not know is not left out in silence.
+    g++ -shared -fPIC -x c++ - -o libother.so <<<'int other(void) { return 0; }' && g++ -x c++ - -Wl,--no-as-needed -L. -lother -o other <<<'int main(void) { return 0; }'
+    "$root/scripts/sbom.py" ./other >out 2>err
+    equal "exit code with an unknown library" $? 1
+    says "libother.so is linked, and scripts/sbom.py does not know it"
+}
+
 row_sizes_that_overflow() {
     refuses 2 -c config.json model.n_embd=1099511627776
     refuses 2 -c config.json train_batch_size=4611686018427387904
