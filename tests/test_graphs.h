@@ -131,7 +131,8 @@ static void expect_same_with_graphs(Test *t, const char *what, const Config *c, 
     free(without.states);
 }
 
-// Types and stages, with accumulation for every other one; sums in bf16, blocks that take turns in two buffers.
+// Types and stages, with accumulation for every other one; sums in bf16, blocks that take turns in two buffers, blocks that are
+// computed again.
 static void test_graph_runs(Test *t) {
     for (int variant = 0; variant < 12; variant++) {
         int stage = variant / 3;
@@ -141,6 +142,7 @@ static void test_graph_runs(Test *t) {
         c->zero.stage = stage;
         c->zero.grad_accum_dtype = stage >= 2 && accumulates ? DTYPE_BF16 : DTYPE_FP32;
         if (stage == 3) c->zero.max_live_parameters = c->zero.reduce_bucket_size = 1;
+        if (variant % 4 == 3) c->activation_checkpointing.policy = RECOMPUTE_BLOCK, c->activation_checkpointing.number_checkpoints = 2;
         char what[80];
         snprintf(what, sizeof what, "%s, stage %d, accumulation %d", dtype_name(c->dtype), stage, accumulates ? 3 : 1);
         GraphRun with;
