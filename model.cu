@@ -418,8 +418,9 @@ static void block_calls(const Model *m, const Weights *w, const Acts *a, bool ag
     if (block_computes(a, ACT_QKV, again)) linear_forward(act[ACT_QKV], act[ACT_LN_1], w->t[BLOCK_QKV_W], w->t[BLOCK_QKV_B], none, none, s);
     if (block_computes(a, ACT_ATT, again)) attention_forward(act[ACT_ATT], act[ACT_LSE], act[ACT_QKV], (int)m->NH, s);
     if (block_computes(a, ACT_RESIDUAL_2, again)) {
-        linear_forward(act[ACT_NARROW], act[ACT_ATT], w->t[BLOCK_PROJ_W], w->t[BLOCK_PROJ_B], none, none, s);
-        residual_layernorm_forward(act[ACT_RESIDUAL_2], act[ACT_LN_2], mean, rstd, a->x_in, act[ACT_NARROW], w->t[BLOCK_LN_2_W], w->t[BLOCK_LN_2_B], eps, s);
+        linear_forward(act[ACT_NARROW], act[ACT_ATT], w->t[BLOCK_PROJ_W], none, none, none, s); // the norm adds the bias
+        residual_layernorm_forward(act[ACT_RESIDUAL_2], act[ACT_LN_2], mean, rstd, a->x_in, act[ACT_NARROW], w->t[BLOCK_PROJ_B], w->t[BLOCK_LN_2_W],
+                                   w->t[BLOCK_LN_2_B], eps, s);
     } else if (block_computes(a, ACT_LN_2, again)) // the sum is there, and its norm has the same bits
         layernorm_forward(act[ACT_LN_2], mean, rstd, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W], w->t[BLOCK_LN_2_B], eps, s);
     Tensor inner = m->gelu_apart ? act[ACT_FC_PRE] : act[ACT_FC_GELU];
@@ -479,26 +480,29 @@ static void unit_launch_forward(const Model *m, int unit, const Weights *w, cons
 // Backward: the mirror of forward. dx carries the gradient of the residual stream; each branch adds to it through the
 // norm at its foot (layernorm_backward with dresidual = dx).
 
-// Gradients of one linear layer: of its input into dinp (times gelu' if pre_gelu is given), of its weight and bias.
-static void linear_backward(const Model *m, const Weights *w, const Grads *g, int role, Tensor dinp, Tensor dout, Tensor inp, Tensor pre_gelu) {
-    CHECK(!g->t[role + 1].data || g->accumulate[role] == g->accumulate[role + 1], "weight and bias of role %d disagree", role);
-    linear_backward_input(dinp, dout, w->t[role], pre_gelu, m->stream);
-    linear_backward_weight(g->t[role], g->t[role + 1], dout, inp, g->accumulate[role], m->stream);
+// Gradients of one linear layer: of its input into dinp, of its weight, and of its bias, unless `dbias` is not given: then
+// another kernel sums dout, which passes it anyway.
+static void linear_backward(const Model *m, const Weights *w, const Grads *g, int role, Tensor dbias, Tensor dinp, Tensor dout, Tensor inp) {
+    linear_backward_input(dinp, tensor_none(), dout, w->t[role], tensor_none(), false, m->stream);
+    linear_backward_weight(g->t[role], dbias, dout, inp, g->accumulate[role], m->stream);
 }
 
 static void block_backward(const Model *m, const Weights *w, const Grads *g, const Acts *a) {
     const Tensor *act = a->act;
     Tensor none = tensor_none(), dnarrow = act[ACT_NARROW];
     Tensor dfc = act_view(act[ACT_WIDE], m->F), dqkv = act_view(act[ACT_WIDE], 3 * m->C);
+    for (int role = 0; role < ROLES_MAX; role++)
+        CHECK(!g->t[role].data || g->accumulate[role] == g->accumulate[BLOCK_LN_1_W], "gradients of role %d and %d of a block disagree", role, BLOCK_LN_1_W);
     block_calls(m, w, a, true);
-    linear_backward(m, w, g, BLOCK_FCPROJ_W, dfc, a->dx, act[ACT_FC_GELU], act[ACT_FC_PRE]);
-    linear_backward(m, w, g, BLOCK_FC_W, dnarrow, dfc, act[ACT_LN_2], none);
-    layernorm_backward(a->dx, g->t[BLOCK_LN_2_W], g->t[BLOCK_LN_2_B], dnarrow, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W],
+    linear_backward_input(dfc, g->t[BLOCK_FC_B], a->dx, w->t[BLOCK_FCPROJ_W], act[ACT_FC_PRE], g->accumulate[BLOCK_FC_B], m->stream);
+    linear_backward_weight(g->t[BLOCK_FCPROJ_W], none, a->dx, act[ACT_FC_GELU], g->accumulate[BLOCK_FCPROJ_W], m->stream);
+    linear_backward(m, w, g, BLOCK_FC_W, none, dnarrow, dfc, act[ACT_LN_2]);
+    layernorm_backward(a->dx, g->t[BLOCK_LN_2_W], g->t[BLOCK_LN_2_B], g->t[BLOCK_FCPROJ_B], g->t[BLOCK_PROJ_B], dnarrow, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W],
                        act[ACT_LN_2_MEAN], act[ACT_LN_2_RSTD], a->dx, g->accumulate[BLOCK_LN_2_W], m->stream);
-    linear_backward(m, w, g, BLOCK_PROJ_W, dnarrow, a->dx, act[ACT_ATT], none);
+    linear_backward(m, w, g, BLOCK_PROJ_W, none, dnarrow, a->dx, act[ACT_ATT]);
     attention_backward(dqkv, dnarrow, act[ACT_QKV], act[ACT_ATT], act[ACT_LSE], (int)m->NH, m->stream);
-    linear_backward(m, w, g, BLOCK_QKV_W, dnarrow, dqkv, act[ACT_LN_1], none);
-    layernorm_backward(a->dx, g->t[BLOCK_LN_1_W], g->t[BLOCK_LN_1_B], dnarrow, a->x_in, w->t[BLOCK_LN_1_W],
+    linear_backward(m, w, g, BLOCK_QKV_W, g->t[BLOCK_QKV_B], dnarrow, dqkv, act[ACT_LN_1]);
+    layernorm_backward(a->dx, g->t[BLOCK_LN_1_W], g->t[BLOCK_LN_1_B], none, none, dnarrow, a->x_in, w->t[BLOCK_LN_1_W],
                        act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], a->dx, g->accumulate[BLOCK_LN_1_W], m->stream);
 }
 
@@ -508,10 +512,10 @@ static void head_backward(const Model *m, const Weights *w, const Grads *g, cons
     for (int64_t first = 0; first < N; first += rows) {
         const int64_t n = min_i64(rows, N - first);
         Tensor dlogits = head_losses(m, w, a, first, n);
-        linear_backward_input(head_piece(act[ACT_NARROW], first, n), dlogits, w->t[HEAD_W], tensor_none(), m->stream);
+        linear_backward_input(head_piece(act[ACT_NARROW], first, n), tensor_none(), dlogits, w->t[HEAD_W], tensor_none(), false, m->stream);
         linear_backward_weight(g->t[HEAD_W], tensor_none(), dlogits, head_piece(act[ACT_LN_F], first, n), g->accumulate[HEAD_W] || first > 0, m->stream);
     }
-    layernorm_backward(a->dx, g->t[HEAD_LN_F_W], g->t[HEAD_LN_F_B], act[ACT_NARROW], a->x_in, w->t[HEAD_LN_F_W],
+    layernorm_backward(a->dx, g->t[HEAD_LN_F_W], g->t[HEAD_LN_F_B], tensor_none(), tensor_none(), act[ACT_NARROW], a->x_in, w->t[HEAD_LN_F_W],
                        act[ACT_LN_F_MEAN], act[ACT_LN_F_RSTD], tensor_none(), g->accumulate[HEAD_LN_F_W], m->stream);
 }
 

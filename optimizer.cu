@@ -273,8 +273,11 @@ static void optimizer_free(Optimizer *o) {
 // Enqueues the sums of the update over all ranks (each adds the squares of its own shards, its losses, its wishes, the
 // hash of its state), what follows from them, and copies of both for the host, which are there at o->decided.
 static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, bool stop, bool save) {
-    for (int u = 0; u < z->model->table.n_units; u++)
-        sum_squares_to_double(&o->sums[SUM_SQUARES], zero_grad_part(z, u, 0, z->unit[u].shard_numel), u > 0, z->stream);
+    const int units = z->model->table.n_units;
+    Tensor *shards = (Tensor *)host_alloc(sizeof(Tensor) * (size_t)units);
+    for (int u = 0; u < units; u++) shards[u] = zero_grad_part(z, u, 0, z->unit[u].shard_numel);
+    sum_squares_to_double(&o->sums[SUM_SQUARES], shards, units, false, z->stream);
+    free(shards);
     o->host_sums[SUM_STOP] = stop;
     o->host_sums[SUM_SAVE] = save;
     o->host_sums[SUM_HASH] = agree_hash(state);

@@ -1,5 +1,5 @@
-// test_gpt.cu - all tests, by section: ./test_gpt [section ...]; with no argument, everything but "hang", whose rows must end
-// the job. Run it in the project's folder.
+// test_gpt.cu - all tests, by section: ./test_gpt [section or section/row ...]; with no argument, everything but "hang", whose rows
+// must end the job. Run it in the project's folder.
 //
 // Each section lives in a file of tests/ and is a list of rows; a row is a function void(Test *) that calls expect_*
 // (tests/harness.h). A row that compares nothing fails. That the tests can fail is shown by tests/teeth.py.
@@ -33,6 +33,14 @@ static const TestSection test_sections[] = {
     {"hang", hang_tests},
 };
 
+// Whether the command line names this row, or its section.
+static bool row_wanted(int argc, char **argv, const TestSection *section, const TestRow *row) {
+    char name[160];
+    snprintf(name, sizeof name, "%s/%s", section->name, row->name);
+    for (int i = 1; i < argc; i++) if (strcmp(argv[i], section->name) == 0 || strcmp(argv[i], name) == 0) return true;
+    return argc < 2 && section->row != hang_tests;
+}
+
 // All ranks run the same rows; a failure on any of them fails the row, and rank 0 tells.
 int main(int argc, char **argv) {
     descriptors_ensure();
@@ -43,11 +51,9 @@ int main(int argc, char **argv) {
     int passed = 0, failed = 0, skipped = 0, picked = 0;
     for (size_t s = 0; s < sizeof test_sections / sizeof *test_sections; s++) {
         const TestSection *section = &test_sections[s];
-        bool wanted = argc < 2 && section->row != hang_tests;
-        for (int i = 1; i < argc; i++) wanted |= strcmp(argv[i], section->name) == 0;
-        if (!wanted) continue;
-        picked++;
         for (const TestRow *row = section->row; row->name; row++) {
+            if (!row_wanted(argc, argv, section, row)) continue;
+            picked++;
             Test t = {section->name, row->name, 0, 0, 0, false, ""};
             double start = clock_seconds();
             row->run(&t);
@@ -64,7 +70,7 @@ int main(int argc, char **argv) {
             else passed++;
         }
     }
-    if (picked == 0) die(EXIT_CONFIG, "no such test section; the sections are listed in test_gpt.cu");
+    if (picked == 0) die(EXIT_CONFIG, "no such test section or row; the sections are listed in test_gpt.cu");
     if (tells) printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     comm_finish();
     return failed ? 1 : 0;

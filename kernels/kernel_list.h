@@ -24,21 +24,26 @@ void embedding_backward(Tensor dwte, Tensor dwpe, const int32_t *tokens, Tensor 
 // out, x act (N,C); mean, rstd f32 (N); w, b act (C).
 void layernorm_forward(Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor w, Tensor b, float eps, Stream stream);
 
-// residual = x + delta (rounded to act), then layernorm_forward of residual. residual may alias x or delta.
-void residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor delta, Tensor w, Tensor b, float eps, Stream stream);
+// residual = x + delta + bias (rounded to act), then layernorm_forward of residual. bias act (C), optional: of the linear layer that
+// delta comes from. residual may alias x or delta.
+void residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, Tensor rstd, Tensor x, Tensor delta, Tensor bias, Tensor w, Tensor b, float eps,
+                                Stream stream);
 
 // With n = (x - mean) * rstd and g = dout * w:  dx = dresidual + rstd * (g - mean_C(g) - n * mean_C(g * n));
-// dw (+)= sum_N dout * n;  db (+)= sum_N dout.   dresidual act (N,C), optional, may alias dx. dw, db grad (C), alike. On the GPU C is at
-// most 16,384.
-void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd, Tensor dresidual, bool accumulate, Stream stream);
+// dw (+)= sum_N dout * n;  db (+)= sum_N dout;  sum_dresidual (+)= sum_N dresidual;  sum_dx (+)= sum_N dx.   dresidual act (N,C),
+// optional, may alias dx. dw, db, sum_dresidual, sum_dx grad (C), alike, the latter two optional: the gradients of biases whose outputs
+// went into the residual sum. On the GPU C is at most 16,384.
+void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor sum_dresidual, Tensor sum_dx, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd,
+                        Tensor dresidual, bool accumulate, Stream stream);
 
 // out = inp @ w^T + bias + residual. If pre_gelu is given: pre_gelu = inp @ w^T + bias, out = gelu(pre_gelu), and residual is
 // not given. out act (N,OC); inp act (N,C); w act (OC,C); bias act (OC), optional; residual, pre_gelu act (N,OC), optional.
 // residual may alias out.
 void linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residual, Tensor pre_gelu, Stream stream);
 
-// dinp = dout @ w, times gelu'(pre_gelu) if pre_gelu is given.   dinp act (N,C); dout act (N,OC); pre_gelu act (N,C), optional.
-void linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, Stream stream);
+// dinp = dout @ w, times gelu'(pre_gelu) if pre_gelu is given;  sum_dinp (+)= sum_N dinp.   dinp act (N,C); dout act (N,OC); pre_gelu
+// act (N,C), optional; sum_dinp grad (C), optional: the gradient of the bias in pre_gelu.
+void linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tensor w, Tensor pre_gelu, bool accumulate, Stream stream);
 
 // dw (+)= dout^T @ inp;  dbias (+)= sum_N dout.   dw grad (OC,C); dbias grad (OC), optional; dout act (N,OC); inp act (N,C).
 void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream);
@@ -74,8 +79,9 @@ void classifier_forward_backward(Tensor logits, Tensor losses, const int32_t *ta
 // *out (+)= sum of x, in double, in a fixed order. x f32; out is one double in the backend's memory.
 void sum_to_double(double *out, Tensor x, bool accumulate, Stream stream);
 
-// *out (+)= sum of x^2, in double, in a fixed order. NaN and infinity propagate. x f32 or bf16.
-void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream);
+// *out (+)= sum of the squares of the elements of n tensors x[0..n-1], n >= 1, in double, in a fixed order. NaN and infinity propagate.
+// Each f32 or bf16; x itself is in the host's memory.
+void sum_squares_to_double(double *out, const Tensor *x, int n, bool accumulate, Stream stream);
 
 // *out (+)= sum of word[i] * (2 (first + i) + 1) modulo 2^64, over the 32-bit words (little-endian) of x's memory: a hash of which
 // pieces can be added, first being the place of a piece in the whole. Any one flipped bit changes it, and so do any two: their

@@ -107,9 +107,14 @@ static Tensor rows_of(const Bench *b, Tensor t, int64_t columns) { return view(t
 
 static void run_embedding_forward(Bench *b) { embedding_forward(b->x, b->tokens, b->wte, b->wpe, b->stream); }
 static void run_layernorm_forward(Bench *b) { layernorm_forward(b->y, b->mean, b->rstd, b->x, first(b->vector, b->C), first(b->vector, b->C), 1e-5f, b->stream); }
-static void run_residual_layernorm(Bench *b) { residual_layernorm_forward(b->narrow, b->y, b->mean, b->rstd, b->x, b->dx, first(b->vector, b->C), first(b->vector, b->C), 1e-5f, b->stream); }
+static void run_residual_layernorm(Bench *b) { residual_layernorm_forward(b->narrow, b->y, b->mean, b->rstd, b->x, b->dx, first(b->vector, b->C), first(b->vector, b->C), first(b->vector, b->C), 1e-5f, b->stream); }
 static void run_layernorm_backward(Bench *b) {
-    layernorm_backward(b->dx, first(b->dvector, b->C), first(b->dvector, b->C), b->narrow, b->x, first(b->vector, b->C), b->mean, b->rstd, b->dx, true, b->stream);
+    layernorm_backward(b->dx, first(b->dvector, b->C), first(b->dvector, b->C), tensor_none(), tensor_none(), b->narrow, b->x, first(b->vector, b->C), b->mean, b->rstd, b->dx, true, b->stream);
+}
+static void run_layernorm_backward_sums(Bench *b) {
+    Tensor sum[4];
+    for (int k = 0; k < 4; k++) sum[k] = tensor1((float *)b->dvector.data + k * b->C, DTYPE_FP32, b->C);
+    layernorm_backward(b->dx, sum[0], sum[1], sum[2], sum[3], b->narrow, b->x, first(b->vector, b->C), b->mean, b->rstd, b->dx, true, b->stream);
 }
 static void run_attention_forward(Bench *b) { attention_forward(b->y, b->lse, b->qkv, (int)b->NH, b->stream); }
 static void run_attention_backward(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, b->lse, (int)b->NH, b->stream); }
@@ -117,32 +122,35 @@ static void run_attention_forward_128(Bench *b) { attention_forward(b->y, tensor
 static void run_attention_backward_128(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), (int)b->NH / 2, b->stream); }
 static void run_classifier(Bench *b) { classifier_forward_backward(b->logits, first(b->losses, b->n_head), b->tokens, b->V, 1.0f, true, b->stream); }
 static void run_embedding_backward(Bench *b) { embedding_backward(b->dw, b->dwpe, b->tokens, b->narrow, true, false, b->stream); }
-static void run_sum_squares(Bench *b) { sum_squares_to_double(b->sum, b->grad, false, b->stream); }
+static void run_sum_squares(Bench *b) { sum_squares_to_double(b->sum, &b->grad, 1, false, b->stream); }
 static void run_hash_words(Bench *b) { hash_words((uint64_t *)b->sum, b->param, 0, false, b->stream); }
 static const AdamWArgs adamw_args = {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, 0.5f, true};
 static Tensor as_type(Tensor t, DType type) { return tensor1(t.data, type, tensor_numel(t)); }
 static void run_adamw(Bench *b) { adamw_update(b->param, as_type(b->master, DTYPE_REMAINDER), b->grad, b->m, b->v, adamw_args, b->control, b->stream); }
 static void run_adamw_bf16_grad(Bench *b) { adamw_update(b->param, as_type(b->master, DTYPE_REMAINDER), as_type(b->grad, DTYPE_BF16), b->m, b->v, adamw_args, b->control, b->stream); }
 static void run_adamw_fp32_masters(Bench *b) { adamw_update(b->param, b->master, b->grad, b->m, b->v, adamw_args, b->control, b->stream); }
-static void run_sum_squares_bf16(Bench *b) { sum_squares_to_double(b->sum, as_type(b->grad, DTYPE_BF16), false, b->stream); }
+static void run_sum_squares_bf16(Bench *b) {
+    const Tensor half = as_type(b->grad, DTYPE_BF16);
+    sum_squares_to_double(b->sum, &half, 1, false, b->stream);
+}
 static void run_gelu_backward(Bench *b) { gelu_backward(b->wide, b->wide, b->gelu, b->stream); }
 static void run_bias_backward(Bench *b) { bias_backward(first(b->dvector, 4 * b->C), rows_of(b, b->wide, 4 * b->C), true, b->stream); }
 static void run_fc_forward(Bench *b) { linear_forward(rows_of(b, b->gelu, 4 * b->C), b->x, view(b->w, 4 * b->C, b->C), first(b->vector, 4 * b->C), tensor_none(), rows_of(b, b->wide, 4 * b->C), b->stream); }
 static void run_fc_forward_no_gelu(Bench *b) { linear_forward(rows_of(b, b->gelu, 4 * b->C), b->x, view(b->w, 4 * b->C, b->C), first(b->vector, 4 * b->C), tensor_none(), tensor_none(), b->stream); }
-static void run_fc_backward_input(Bench *b) { linear_backward_input(b->dx, rows_of(b, b->wide, 4 * b->C), view(b->w, 4 * b->C, b->C), tensor_none(), b->stream); }
-static void run_fc_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, 4 * b->C, b->C), first(b->dvector, 4 * b->C), rows_of(b, b->wide, 4 * b->C), b->x, true, b->stream); }
+static void run_fc_backward_input(Bench *b) { linear_backward_input(b->dx, tensor_none(), rows_of(b, b->wide, 4 * b->C), view(b->w, 4 * b->C, b->C), tensor_none(), false, b->stream); }
+static void run_fc_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, 4 * b->C, b->C), tensor_none(), rows_of(b, b->wide, 4 * b->C), b->x, true, b->stream); }
 static void run_fcproj_forward(Bench *b) { linear_forward(b->y, rows_of(b, b->gelu, 4 * b->C), view(b->w, b->C, 4 * b->C), first(b->vector, b->C), b->x, tensor_none(), b->stream); }
-static void run_fcproj_backward_input(Bench *b) { linear_backward_input(rows_of(b, b->wide, 4 * b->C), b->narrow, view(b->w, b->C, 4 * b->C), rows_of(b, b->gelu, 4 * b->C), b->stream); }
-static void run_fcproj_backward_input_no_gelu(Bench *b) { linear_backward_input(rows_of(b, b->wide, 4 * b->C), b->narrow, view(b->w, b->C, 4 * b->C), tensor_none(), b->stream); }
-static void run_fcproj_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, b->C, 4 * b->C), first(b->dvector, b->C), b->narrow, rows_of(b, b->gelu, 4 * b->C), true, b->stream); }
+static void run_fcproj_backward_input(Bench *b) { linear_backward_input(rows_of(b, b->wide, 4 * b->C), first(b->dvector, 4 * b->C), b->narrow, view(b->w, b->C, 4 * b->C), rows_of(b, b->gelu, 4 * b->C), true, b->stream); }
+static void run_fcproj_backward_input_no_gelu(Bench *b) { linear_backward_input(rows_of(b, b->wide, 4 * b->C), tensor_none(), b->narrow, view(b->w, b->C, 4 * b->C), tensor_none(), false, b->stream); }
+static void run_fcproj_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, b->C, 4 * b->C), tensor_none(), b->narrow, rows_of(b, b->gelu, 4 * b->C), true, b->stream); }
 static void run_qkv_forward(Bench *b) { linear_forward(b->qkv, b->x, view(b->w, 3 * b->C, b->C), first(b->vector, 3 * b->C), tensor_none(), tensor_none(), b->stream); }
-static void run_qkv_backward_input(Bench *b) { linear_backward_input(b->dx, b->dqkv, view(b->w, 3 * b->C, b->C), tensor_none(), b->stream); }
+static void run_qkv_backward_input(Bench *b) { linear_backward_input(b->dx, tensor_none(), b->dqkv, view(b->w, 3 * b->C, b->C), tensor_none(), false, b->stream); }
 static void run_qkv_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, 3 * b->C, b->C), first(b->dvector, 3 * b->C), b->dqkv, b->x, true, b->stream); }
-static void run_proj_forward(Bench *b) { linear_forward(b->y, b->x, view(b->w, b->C, b->C), first(b->vector, b->C), tensor_none(), tensor_none(), b->stream); }
-static void run_proj_backward_input(Bench *b) { linear_backward_input(b->dx, b->narrow, view(b->w, b->C, b->C), tensor_none(), b->stream); }
-static void run_proj_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, b->C, b->C), first(b->dvector, b->C), b->narrow, b->x, true, b->stream); }
+static void run_proj_forward(Bench *b) { linear_forward(b->y, b->x, view(b->w, b->C, b->C), tensor_none(), tensor_none(), tensor_none(), b->stream); }
+static void run_proj_backward_input(Bench *b) { linear_backward_input(b->dx, tensor_none(), b->narrow, view(b->w, b->C, b->C), tensor_none(), false, b->stream); }
+static void run_proj_backward_weight(Bench *b) { linear_backward_weight(view(b->dw, b->C, b->C), tensor_none(), b->narrow, b->x, true, b->stream); }
 static void run_head_forward(Bench *b) { linear_forward(b->logits, view(b->x, b->n_head, b->C), b->wte, tensor_none(), tensor_none(), tensor_none(), b->stream); }
-static void run_head_backward_input(Bench *b) { linear_backward_input(view(b->dx, b->n_head, b->C), b->logits, b->wte, tensor_none(), b->stream); }
+static void run_head_backward_input(Bench *b) { linear_backward_input(view(b->dx, b->n_head, b->C), tensor_none(), b->logits, b->wte, tensor_none(), false, b->stream); }
 static void run_head_backward_weight(Bench *b) { linear_backward_weight(b->dw, tensor_none(), b->logits, view(b->x, b->n_head, b->C), true, b->stream); }
 static void run_copy(Bench *b) { device_copy(b->gelu.data, b->wide.data, tensor_bytes(b->wide), COPY_ON_DEVICE, b->stream); }
 
@@ -227,7 +235,8 @@ int main(int argc, char **argv) {
     measure(b, "embedding_forward", run_embedding_forward, 1, 0, 2 * row);
     measure(b, "layernorm_forward", run_layernorm_forward, L + 1, 0, 2 * row);
     measure(b, "residual_layernorm_forward", run_residual_layernorm, L, 0, 4 * row);
-    measure(b, "layernorm_backward", run_layernorm_backward, 2 * L + 1, 0, 4 * row);
+    measure(b, "layernorm_backward", run_layernorm_backward, L + 1, 0, 4 * row);
+    measure(b, "layernorm_backward, biases of two", run_layernorm_backward_sums, L, 0, 4 * row);
     measure(b, "classifier, a piece", run_classifier, pieces, 0, 4 * (double)b->n_head * (double)b->Vp);
     measure(b, "embedding_backward", run_embedding_backward, 1, 0, 2 * row);
     measure(b, "bias_backward 4C", run_bias_backward, 0, 0, 4 * row);
@@ -252,7 +261,7 @@ int main(int argc, char **argv) {
     measure_attention(b, 1, 32, 16384, 128);
     measure_attention(b, 32, 16, 1024, 80);
     measure_attention(b, 32, 16, 1024, 96);
-    printf("-- products (of weights: with the bias gradient)\n");
+    printf("-- products, each with what its unit lets it do for biases\n");
     measure(b, "qkv forward", run_qkv_forward, L, 3 * block, 0);
     measure(b, "qkv backward input", run_qkv_backward_input, L, 3 * block, 0);
     measure(b, "qkv backward weight", run_qkv_backward_weight, L, 3 * block, 0);
@@ -264,7 +273,7 @@ int main(int argc, char **argv) {
     measure(b, "fc backward input", run_fc_backward_input, L, 4 * block, 0);
     measure(b, "fc backward weight", run_fc_backward_weight, L, 4 * block, 0);
     measure(b, "fcproj forward, residual", run_fcproj_forward, L, 4 * block, 0);
-    measure(b, "fcproj backward input, gelu", run_fcproj_backward_input, L, 4 * block, 0);
+    measure(b, "fcproj backward input, gelu, bias", run_fcproj_backward_input, L, 4 * block, 0);
     measure(b, "fcproj backward input without gelu", run_fcproj_backward_input_no_gelu, 0, 4 * block, 0);
     measure(b, "fcproj backward weight", run_fcproj_backward_weight, L, 4 * block, 0);
     measure(b, "head forward, a piece", run_head_forward, pieces, head, 0);

@@ -17,7 +17,7 @@ typedef struct {
 static void run_ours(const Layer *l, Product p) {
     Tensor x = tensor2(l->x, DTYPE_FP32, l->N, l->C), w = tensor2(l->w, DTYPE_FP32, l->OC, l->C), y = tensor2(l->y, DTYPE_FP32, l->N, l->OC);
     if (p == FORWARD) cpu::linear_forward(y, x, w, tensor_none(), tensor_none(), tensor_none(), NULL);
-    else if (p == BACKWARD_INPUT) cpu::linear_backward_input(x, y, w, tensor_none(), NULL);
+    else if (p == BACKWARD_INPUT) cpu::linear_backward_input(x, tensor_none(), y, w, tensor_none(), false, NULL);
     else cpu::linear_backward_weight(w, tensor_none(), y, x, false, NULL);
 }
 

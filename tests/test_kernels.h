@@ -45,12 +45,13 @@ static const KernelBound gpu_bounds[DTYPE_COUNT] = {
 // Cases: a kernel, a shape, an element type, and the operands made for them
 
 typedef enum { ROLE_IN, ROLE_OUT, ROLE_INOUT } OperandRole;
-enum { OPERAND_INT32 = DTYPE_COUNT + 1, OPERAND_DOUBLE, OPERANDS_MAX = 10 };
+enum { OPERAND_INT32 = DTYPE_COUNT + 1, OPERAND_DOUBLE, OPERANDS_MAX = 12 };
 
 typedef struct {
     const char *name;
     OperandRole role;
     int type;          // a DType or one of the two above
+    int precision;     // the type whose bounds hold: its own, or for a sum of results that were rounded on the way, theirs
     int ndim;
     int64_t shape[3], n;
     double *value;     // before the kernel; NaN where it is to be written
@@ -105,7 +106,7 @@ static int64_t operand_element_bytes(int type) {
 static Operand *operand_add(KernelCase *c, const char *name, OperandRole role, int type, int64_t a, int64_t b, int64_t d, double mean, double deviation) {
     CHECK(c->n < OPERANDS_MAX, "operand %s", name);
     Operand *o = &c->op[c->n++];
-    *o = {name, role, type, d ? 3 : b ? 2 : 1, {a, b ? b : 1, d ? d : 1}};
+    *o = {name, role, type, type, d ? 3 : b ? 2 : 1, {a, b ? b : 1, d ? d : 1}};
     o->n = o->shape[0] * o->shape[1] * o->shape[2];
     o->alias = -1;
     o->value = (double *)host_alloc((size_t)o->n * 8);
@@ -206,7 +207,7 @@ static void case_run(const Kernel *k, KernelCase *c, bool backend) {
 // bound. Asked of 16-bit results (in fp32 the rounding of a constant such as 1/sqrt(HS) is such a bias) of a thousand elements
 // and more (with fewer, the mean of honest rounding errors is not small enough).
 static void compare_operand(Test *t, const Kernel *k, const KernelCase *c, const Operand *o, const double *want, const KernelBound *bounds) {
-    const KernelBound bound = bounds[o->type < DTYPE_COUNT ? o->type : DTYPE_FP32];
+    const KernelBound bound = bounds[o->precision < DTYPE_COUNT ? o->precision : DTYPE_FP32];
     double error = 0, power = 0, largest = 0, worst = 0, drift = 0;
     int64_t worst_at = 0;
     for (int64_t i = 0; i < o->n; i++) {
@@ -401,18 +402,19 @@ static void setup_residual_layernorm_forward(KernelCase *c) {
     setup_layernorm_forward(c);
     operand_add(c, "delta", ROLE_IN, c->act, c->s.B * c->s.T, c->s.C, 0, 0, 1);
     operand_add(c, "residual", ROLE_OUT, c->act, c->s.B * c->s.T, c->s.C, 0, 0, 0);
+    if (c->s.flags & BIAS) operand_add(c, "bias", ROLE_IN, c->act, c->s.C, 0, 0, 0, 1);
     if (c->s.flags & ALIAS) alias_with(c, "residual", "x");
     if (c->s.flags & ALIAS_OTHER) alias_with(c, "residual", "delta");
 }
 static void reference_residual_layernorm_forward(KernelCase *c) {
     double *residual = want_of(c, "residual");
-    const double *x = value_of(c, "x"), *delta = value_of(c, "delta");
-    for (int64_t i = 0; i < operand_find(c, "x")->n; i++) residual[i] = operand_round(c->act, x[i] + delta[i]);
+    const double *x = value_of(c, "x"), *delta = value_of(c, "delta"), *bias = value_of(c, "bias");
+    for (int64_t i = 0; i < operand_find(c, "x")->n; i++) residual[i] = operand_round(c->act, x[i] + delta[i] + (bias ? bias[i % c->s.C] : 0));
     reference_layernorm(want_of(c, "out"), want_of(c, "mean"), want_of(c, "rstd"), residual, value_of(c, "w"), value_of(c, "b"), c->s.B * c->s.T, c->s.C);
 }
 static void call_residual_layernorm_forward(KernelCase *c, bool backend, Stream stream) {
     KERNEL_CALL(residual_layernorm_forward, tensor_of(c, "residual"), tensor_of(c, "out"), tensor_of(c, "mean"), tensor_of(c, "rstd"),
-                tensor_of(c, "x"), tensor_of(c, "delta"), tensor_of(c, "w"), tensor_of(c, "b"), TEST_LN_EPS, stream);
+                tensor_of(c, "x"), tensor_of(c, "delta"), tensor_of(c, "bias"), tensor_of(c, "w"), tensor_of(c, "b"), TEST_LN_EPS, stream);
 }
 
 static void setup_layernorm_backward(KernelCase *c) {
@@ -427,6 +429,8 @@ static void setup_layernorm_backward(KernelCase *c) {
     operand_add(c, "mean", ROLE_IN, DTYPE_FP32, N, 0, 0, 0, 0);
     operand_add(c, "rstd", ROLE_IN, DTYPE_FP32, N, 0, 0, 0, 0);
     if (c->s.flags & RESIDUAL) operand_add(c, "dresidual", ROLE_IN, c->act, N, C, 0, 0, 1);
+    if (c->s.flags & BIAS && c->s.flags & RESIDUAL) operand_add(c, "sum_dresidual", sums, param_grad_type(c), C, 0, 0, 0, 1);
+    if (c->s.flags & BIAS) operand_add(c, "sum_dx", sums, param_grad_type(c), C, 0, 0, 0, 1);
     if (c->s.flags & ALIAS) alias_with(c, "dx", "dresidual");
     double *mean = value_of(c, "mean"), *rstd = value_of(c, "rstd");
     reference_layernorm(NULL, mean, rstd, value_of(c, "x"), NULL, NULL, N, C);
@@ -436,8 +440,12 @@ static void reference_layernorm_backward(KernelCase *c) {
     const int64_t N = c->s.B * c->s.T, C = c->s.C;
     const double *dout = value_of(c, "dout"), *x = value_of(c, "x"), *w = value_of(c, "w"), *mean = value_of(c, "mean"), *rstd = value_of(c, "rstd");
     const double *dresidual = value_of(c, "dresidual");
-    double *dx = want_of(c, "dx"), *dw = want_of(c, "dw"), *db = want_of(c, "db");
-    for (int64_t k = 0; k < C && !(c->s.flags & ACCUMULATE); k++) dw[k] = db[k] = 0;
+    double *dx = want_of(c, "dx"), *dw = want_of(c, "dw"), *db = want_of(c, "db"), *sum_dresidual = want_of(c, "sum_dresidual"), *sum_dx = want_of(c, "sum_dx");
+    for (int64_t k = 0; k < C && !(c->s.flags & ACCUMULATE); k++) {
+        dw[k] = db[k] = 0;
+        if (sum_dresidual) sum_dresidual[k] = 0;
+        if (sum_dx) sum_dx[k] = 0;
+    }
     for (int64_t i = 0; i < N; i++) {
         double g_mean = 0, gn_mean = 0;
         for (int64_t k = i * C; k < (i + 1) * C; k++) {
@@ -450,39 +458,41 @@ static void reference_layernorm_backward(KernelCase *c) {
         for (int64_t k = i * C; k < (i + 1) * C; k++) {
             const double n = (x[k] - mean[i]) * rstd[i], g = dout[k] * w[k - i * C];
             dx[k] = (dresidual ? dresidual[k] : 0) + rstd[i] * (g - g_mean - n * gn_mean);
+            if (sum_dresidual) sum_dresidual[k - i * C] += dresidual[k];
+            if (sum_dx) sum_dx[k - i * C] += dx[k];
         }
     }
 }
 static void call_layernorm_backward(KernelCase *c, bool backend, Stream stream) {
-    KERNEL_CALL(layernorm_backward, tensor_of(c, "dx"), tensor_of(c, "dw"), tensor_of(c, "db"), tensor_of(c, "dout"), tensor_of(c, "x"), tensor_of(c, "w"),
-                tensor_of(c, "mean"), tensor_of(c, "rstd"), tensor_of(c, "dresidual"), (c->s.flags & ACCUMULATE) != 0, stream);
+    KERNEL_CALL(layernorm_backward, tensor_of(c, "dx"), tensor_of(c, "dw"), tensor_of(c, "db"), tensor_of(c, "sum_dresidual"), tensor_of(c, "sum_dx"),
+                tensor_of(c, "dout"), tensor_of(c, "x"), tensor_of(c, "w"), tensor_of(c, "mean"), tensor_of(c, "rstd"), tensor_of(c, "dresidual"), (c->s.flags & ACCUMULATE) != 0, stream);
 }
 
 static const KernelShape layernorm_shapes[] = {
     {.B = 1, .T = 1, .C = 8},
-    {.B = 3, .T = 17, .C = 64, .flags = RESIDUAL},
+    {.B = 3, .T = 17, .C = 64, .flags = RESIDUAL | BIAS},
     {.B = 3, .T = 40, .C = 96, .flags = RESIDUAL | ALIAS | ACCUMULATE},
-    {.B = 1, .T = 257, .C = 768, .flags = ACCUMULATE | RESIDUAL | ALIAS},
+    {.B = 1, .T = 257, .C = 768, .flags = ACCUMULATE | RESIDUAL | ALIAS | BIAS},
     {.B = 8, .T = 255, .C = 128, .flags = RESIDUAL},
-    {.B = 8, .T = 255, .C = 128, .flags = RESIDUAL | ACT_GRAD},
-    {.B = 2, .T = 9, .C = 1600, .flags = ACCUMULATE},
+    {.B = 8, .T = 255, .C = 128, .flags = RESIDUAL | BIAS | ACT_GRAD},
+    {.B = 2, .T = 9, .C = 1600, .flags = ACCUMULATE | BIAS},
     {.B = 2, .T = 9, .C = 1600, .flags = ACCUMULATE | ACT_GRAD},
     {.B = 8, .T = 4096, .C = 16, .flags = RESIDUAL | ALIAS}, // so many rows that a GPU's warps have several each
-    {.B = 1, .T = 1500, .C = 1032, .flags = RESIDUAL},       // the same where warps share a row
+    {.B = 1, .T = 1500, .C = 1032, .flags = RESIDUAL | BIAS},     // the same where warps share a row
     {.B = 3, .T = 40, .C = 3072, .flags = RESIDUAL | ALIAS},
     {.B = 1, .T = 300, .C = 4096, .flags = RESIDUAL},        // in 16 bits exactly 48 KB of rows in shared memory
-    {.B = 1, .T = 3, .C = 8208, .flags = RESIDUAL},
-    {.B = 2, .T = 9, .C = 211, .flags = RESIDUAL | ALIAS | CPU_ONLY},
+    {.B = 1, .T = 3, .C = 8208, .flags = RESIDUAL | BIAS},
+    {.B = 2, .T = 9, .C = 211, .flags = RESIDUAL | ALIAS | BIAS | CPU_ONLY},
     {.B = 1, .T = 5, .C = 7, .flags = CPU_ONLY},
     {0},
 };
 static const KernelShape residual_layernorm_shapes[] = {
     {.B = 1, .T = 1, .C = 8},
-    {.B = 3, .T = 17, .C = 64, .flags = ALIAS},
+    {.B = 3, .T = 17, .C = 64, .flags = ALIAS | BIAS},
     {.B = 3, .T = 40, .C = 96, .flags = ALIAS_OTHER},
-    {.B = 1, .T = 257, .C = 768},
+    {.B = 1, .T = 257, .C = 768, .flags = BIAS},
     {.B = 2, .T = 9, .C = 1600, .flags = ALIAS},
-    {.B = 2, .T = 9, .C = 211, .flags = ALIAS_OTHER | CPU_ONLY},
+    {.B = 2, .T = 9, .C = 211, .flags = ALIAS_OTHER | BIAS | CPU_ONLY},
     {0},
 };
 static const Kernel kernel_layernorm_forward = {"layernorm_forward", setup_layernorm_forward, reference_layernorm_forward, call_layernorm_forward, layernorm_shapes};
@@ -565,21 +575,25 @@ static void setup_linear_backward_input(KernelCase *c) {
     operand_add(c, "dout", ROLE_IN, c->act, N, OC, 0, 0, 1);
     operand_add(c, "w", ROLE_IN, c->act, OC, C, 0, 0, 1 / sqrt((double)C));
     if (c->s.flags & PRE_GELU) operand_add(c, "pre_gelu", ROLE_IN, c->act, N, C, 0, 0, 1);
+    if (c->s.flags & BIAS) operand_add(c, "sum_dinp", c->s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT, param_grad_type(c), C, 0, 0, 0, 1)->precision = c->act;
 }
 static void reference_linear_backward_input(KernelCase *c) {
     const int64_t N = c->s.B * c->s.T, C = c->s.C, OC = c->s.OC;
     const double *dout = value_of(c, "dout"), *w = value_of(c, "w"), *pre_gelu = value_of(c, "pre_gelu");
-    double *dinp = want_of(c, "dinp");
+    double *dinp = want_of(c, "dinp"), *sum_dinp = want_of(c, "sum_dinp");
+    for (int64_t k = 0; k < C && sum_dinp && !(c->s.flags & ACCUMULATE); k++) sum_dinp[k] = 0;
     for (int64_t i = 0; i < N; i++) {
         double *row = dinp + i * C;
         for (int64_t k = 0; k < C; k++) row[k] = 0;
         for (int64_t o = 0; o < OC; o++)
             for (int64_t k = 0; k < C; k++) row[k] += dout[i * OC + o] * w[o * C + k];
         for (int64_t k = 0; k < C && pre_gelu; k++) row[k] *= reference_gelu_slope(pre_gelu[i * C + k]);
+        for (int64_t k = 0; k < C && sum_dinp; k++) sum_dinp[k] += row[k];
     }
 }
 static void call_linear_backward_input(KernelCase *c, bool backend, Stream stream) {
-    KERNEL_CALL(linear_backward_input, tensor_of(c, "dinp"), tensor_of(c, "dout"), tensor_of(c, "w"), tensor_of(c, "pre_gelu"), stream);
+    KERNEL_CALL(linear_backward_input, tensor_of(c, "dinp"), tensor_of(c, "sum_dinp"), tensor_of(c, "dout"), tensor_of(c, "w"), tensor_of(c, "pre_gelu"),
+                (c->s.flags & ACCUMULATE) != 0, stream);
 }
 
 static void setup_linear_backward_weight(KernelCase *c) {
@@ -615,6 +629,9 @@ static const KernelShape linear_shapes[] = {
     {.B = 3, .T = 17, .C = 96, .OC = 288, .flags = BIAS | ACCUMULATE},
     {.B = 3, .T = 40, .C = 256, .OC = 64, .flags = BIAS | RESIDUAL | ALIAS | ACCUMULATE},
     {.B = 1, .T = 257, .C = 520, .OC = 264, .flags = PRE_GELU | ACCUMULATE},
+    {.B = 1, .T = 400, .C = 200, .OC = 520, .flags = PRE_GELU | BIAS | ACCUMULATE | ACT_GRAD},
+    {.B = 1, .T = 4099, .C = 16, .OC = 1032, .flags = PRE_GELU | BIAS},              // so many tiles that a GPU's processors have several each
+    {.B = 1, .T = 4099, .C = 1032, .OC = 16, .flags = PRE_GELU | BIAS | ACCUMULATE}, // the same backward
     {.B = 4, .T = 255, .C = 264, .OC = 136, .flags = RESIDUAL | BIAS},
     {.B = 4, .T = 255, .C = 264, .OC = 136, .flags = BIAS | ACT_GRAD},
     {.B = 1, .T = 33, .C = 72, .OC = 1032, .flags = BIAS | ACT_GRAD | ACCUMULATE},
@@ -822,8 +839,19 @@ static void reference_sum_squares(KernelCase *c) { reference_sum_of(c, true); }
 static void call_sum(KernelCase *c, bool backend, Stream stream) {
     KERNEL_CALL(sum_to_double, (double *)operand_find(c, "out")->memory, tensor_of(c, "x"), (c->s.flags & ACCUMULATE) != 0, stream);
 }
+// x as 100 tensors of different lengths, more than a launch takes, where it has elements for them.
 static void call_sum_squares(KernelCase *c, bool backend, Stream stream) {
-    KERNEL_CALL(sum_squares_to_double, (double *)operand_find(c, "out")->memory, tensor_of(c, "x"), (c->s.flags & ACCUMULATE) != 0, stream);
+    const Tensor x = tensor_of(c, "x");
+    enum { PIECES = 100 };
+    Tensor piece[PIECES];
+    const int n = c->s.C < 10000 ? 1 : PIECES;
+    int64_t at = 0;
+    for (int k = 0; k < n; k++) {
+        const int64_t length = k == n - 1 ? c->s.C - at : c->s.C < 50000 ? 2 * k + k % 3 : 8 * k; // the latter aligned
+        piece[k] = tensor1((char *)x.data + at * dtype_bytes(x.dtype), x.dtype, length);
+        at += length;
+    }
+    KERNEL_CALL(sum_squares_to_double, (double *)operand_find(c, "out")->memory, piece, n, (c->s.flags & ACCUMULATE) != 0, stream);
 }
 static const KernelShape flat_shapes[] = {
     {.B = 1, .C = 1},
@@ -1121,7 +1149,8 @@ static void raw_run(void (*call)(RawOperand *op, bool backend, Stream s), RawOpe
 }
 
 static void call_sum_squares_raw(RawOperand *op, bool backend, Stream s) {
-    KERNEL_CALL(sum_squares_to_double, (double *)op[0].memory, tensor1(op[1].memory, DTYPE_FP32, op[1].n_bytes / 4), false, s);
+    const Tensor x = tensor1(op[1].memory, DTYPE_FP32, op[1].n_bytes / 4);
+    KERNEL_CALL(sum_squares_to_double, (double *)op[0].memory, &x, 1, false, s);
 }
 // One bad element, anywhere, must show in the norm; and squares beyond fp32 must not overflow.
 static void test_sum_squares_special(Test *t) {

@@ -191,7 +191,7 @@ void linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residu
     multiply(&a, &b, C, &e);
 }
 
-void linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, Stream stream) {
+void linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tensor w, Tensor pre_gelu, bool accumulate, Stream stream) {
     KERNEL_WRITES(stream, dinp);
     KERNEL_READS(stream, dout, w, pre_gelu);
     const int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(dinp);
@@ -202,6 +202,7 @@ void linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, 
     const Factor a = over_columns(dout), b = over_rows(w);
     const Epilogue e = {dinp, tensor_none(), tensor_none(), tensor_none(), pre_gelu, false};
     multiply(&a, &b, OC, &e);
+    if (sum_dinp.data) bias_backward(sum_dinp, dinp, accumulate, stream);
 }
 
 void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream) {

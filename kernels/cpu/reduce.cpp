@@ -41,11 +41,14 @@ void sum_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
     sum_blocks(out, x, accumulate, block_sum);
 }
 
-void sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
+void sum_squares_to_double(double *out, const Tensor *x, int n, bool accumulate, Stream stream) {
     KERNEL_WRITES(stream, out);
-    KERNEL_READS(stream, x);
-    check_grad("sum_squares_to_double", "x", x, tensor_numel(x));
-    sum_blocks(out, x, accumulate, block_sum_squares);
+    for (int k = 0; k < n; k++) {
+        Tensor t = x[k];
+        KERNEL_READS(stream, t);
+        check_grad("sum_squares_to_double", "x", t, tensor_numel(t));
+        sum_blocks(out, t, accumulate || k > 0, block_sum_squares);
+    }
 }
 
 void hash_words(uint64_t *out, Tensor x, int64_t first, bool accumulate, Stream stream) {

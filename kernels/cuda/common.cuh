@@ -50,9 +50,11 @@ template <typename T> constexpr int vec_width() { return 16 / (int)sizeof(T); }
 // when a larger piece is asked for (then the host waits for the stream), and is never given back.
 void *scratch_get(int64_t bytes, Stream stream);
 
-// out_a[c] (+)= sum over p < n_partials of partial[p][c], in a fixed order; and out_b likewise from the columns that follow
-// those in each row. The sum is fp32 and rounded once, to the dtype that both have. out_b may be tensor_none().
-void columns_reduce(Tensor out_a, Tensor out_b, const float *partial, int n_partials, bool accumulate, cudaStream_t stream);
+// out[k][c] (+)= sum over p < n_partials of partial[p][k][c], k < n_sums, c < columns, in a fixed order. Each sum is fp32 and rounded once, to
+// the dtype that all of them have. Sums whose out[k] is not given are dropped.
+enum { COLUMN_SUMS = 4 };
+void columns_reduce(const Tensor (&out)[COLUMN_SUMS], int n_sums, const float *partial, int n_partials, int64_t columns, bool accumulate,
+                    cudaStream_t stream);
 
 // Sorts n pairs by the low key_bits of non-negative keys; equal keys keep their order. Without `temporary` it only stores
 // the bytes that a sort of n needs there.

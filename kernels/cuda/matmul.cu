@@ -331,25 +331,26 @@ void cuda::linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor 
     gelu_forward(out, pre_gelu, stream);
 }
 
-void cuda::linear_backward_input(Tensor dinp, Tensor dout, Tensor w, Tensor pre_gelu, Stream stream) {
+void cuda::linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tensor w, Tensor pre_gelu, bool accumulate, Stream stream) {
     const char *const kernel = "linear_backward_input";
     const int64_t N = tensor_rows(dout), OC = tensor_columns(dout), C = tensor_columns(dinp);
     check_act(kernel, "dinp", dinp, N, C, dout.dtype);
     check_act(kernel, "w", w, OC, C, dout.dtype);
     if (pre_gelu.data) check_act(kernel, "pre_gelu", pre_gelu, N, C, dout.dtype);
+    if (sum_dinp.data) check_weight_grad(kernel, "sum_dinp", sum_dinp, 1, C, dout.dtype);
     Product p = {};
     p.d = dinp.data; p.a = w.data; p.b = dout.data;
     p.m = C; p.n = N; p.k = OC;
     p.type_in = dout.dtype; p.type_out = dinp.dtype;
     p.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-    if (pre_gelu.data && dout.dtype != DTYPE_FP32) {
-        Product fused = p;
-        fused.aux = pre_gelu.data;
-        fused.epilogue = CUBLASLT_EPILOGUE_DGELU;
-        if (product_by_library(&fused, stream)) return;
+    Product fused = p;
+    fused.aux = pre_gelu.data;
+    fused.epilogue = CUBLASLT_EPILOGUE_DGELU;
+    if (!pre_gelu.data || dout.dtype == DTYPE_FP32 || !product_by_library(&fused, stream)) {
+        product(&p, stream);
+        if (pre_gelu.data) gelu_backward(dinp, dinp, pre_gelu, stream);
     }
-    product(&p, stream);
-    if (pre_gelu.data) gelu_backward(dinp, dinp, pre_gelu, stream);
+    if (sum_dinp.data) bias_backward(sum_dinp, dinp, accumulate, stream);
 }
 
 void cuda::linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream) {

@@ -9,14 +9,36 @@
 
 enum { SUM_THREADS = 256, SUM_BLOCKS = 1024 };
 
-template <typename T, bool SQUARE>
-__global__ void __launch_bounds__(SUM_THREADS) sum_partial_kernel(double *partial, const T *x, int64_t n) {
+// Tensors whose elements are added by one launch, all of one type.
+enum { SUM_TENSORS = 64 };
+struct SumList {
+    const void *data[SUM_TENSORS];
+    int64_t n[SUM_TENSORS]; // elements
+    int tensors;
+};
+
+// W elements at a time; each thread has the same places in each tensor, whatever the others hold.
+template <typename T, int W, bool SQUARE>
+__global__ void __launch_bounds__(SUM_THREADS) sum_partial_kernel(double *partial, const __grid_constant__ SumList list) {
     __shared__ double sums[SUM_THREADS];
+    const int64_t at = (int64_t)blockIdx.x * SUM_THREADS + threadIdx.x, step = (int64_t)gridDim.x * SUM_THREADS;
     double sum = 0;
+    for (int k = 0; k < list.tensors; k++) {
+        const T *x = (const T *)list.data[k];
+        const int64_t vectors = list.n[k] / W, rest = vectors * W + at;
 #pragma unroll 4
-    for (int64_t i = (int64_t)blockIdx.x * SUM_THREADS + threadIdx.x; i < n; i += (int64_t)gridDim.x * SUM_THREADS) {
-        double v = to_float(x[i]);
-        sum += SQUARE ? v * v : v;
+        for (int64_t i = at; i < vectors; i += step) {
+            Vec<T, W> v = vec_load<W>(x + i * W);
+#pragma unroll
+            for (int j = 0; j < W; j++) {
+                const double d = v.at(j);
+                sum += SQUARE ? d * d : d;
+            }
+        }
+        if (rest < list.n[k]) {
+            const double d = to_float(x[rest]);
+            sum += SQUARE ? d * d : d;
+        }
     }
     sums[threadIdx.x] = sum;
     __syncthreads();
@@ -38,27 +60,43 @@ __global__ void __launch_bounds__(SUM_BLOCKS) sum_final_kernel(double *out, cons
     if (threadIdx.x == 0) *out = accumulate ? *out + sums[0] : sums[0];
 }
 
-template <typename T, bool SQUARE> static void sum_launch(double *out, Tensor x, bool accumulate, Stream stream) {
+// The sum of the first of n tensors and of as many after it as one launch takes; returns how many.
+template <typename T, bool SQUARE> static int sum_launch(double *out, const Tensor *x, int n, bool accumulate, Stream stream) {
     const cudaStream_t s = (cudaStream_t)stream;
-    const int64_t n = tensor_numel(x);
-    int blocks = (int)min_i64(SUM_BLOCKS, ceil_div(n, SUM_THREADS * 4)); // a function of n alone
+    SumList list = {};
+    bool aligned = true;
+    int64_t all = 0;
+    int k = 0;
+    for (; k < n && k < SUM_TENSORS && x[k].dtype == x[0].dtype; k++) {
+        list.data[k] = x[k].data;
+        list.n[k] = tensor_numel(x[k]);
+        all += list.n[k];
+        aligned = aligned && is_aligned(x[k].data, 16);
+    }
+    list.tensors = k;
+    const int blocks = (int)min_i64(SUM_BLOCKS, ceil_div(all, SUM_THREADS * 4)); // a function of shapes alone
     double *partial = (double *)scratch_get(SUM_BLOCKS * (int64_t)sizeof(double), stream);
     if (blocks > 0) {
-        sum_partial_kernel<T, SQUARE><<<blocks, SUM_THREADS, 0, s>>>(partial, elements<const T>(x), n);
+        WIDTH_SWITCH(aligned, vec_width<T>(), sum_partial_kernel<T, W, SQUARE><<<blocks, SUM_THREADS, 0, s>>>(partial, list));
         launch_check();
     }
     sum_final_kernel<<<1, SUM_BLOCKS, 0, s>>>(out, partial, blocks, accumulate);
     launch_check();
+    return k;
 }
 
 void cuda::sum_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
     check_f32("sum_to_double", "x", x, 1, tensor_numel(x));
-    sum_launch<float, false>(out, x, accumulate, stream);
+    sum_launch<float, false>(out, &x, 1, accumulate, stream);
 }
 
-void cuda::sum_squares_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
-    check_shape("sum_squares_to_double", "x", x, 1, tensor_numel(x));
-    GRAD_SWITCH(x.dtype, sum_launch<floatG, true>(out, x, accumulate, stream));
+void cuda::sum_squares_to_double(double *out, const Tensor *x, int n, bool accumulate, Stream stream) {
+    for (int k = 0; k < n; k++) check_shape("sum_squares_to_double", "x", x[k], 1, tensor_numel(x[k]));
+    for (int k = 0; k < n;) {
+        int taken = 0;
+        GRAD_SWITCH(x[k].dtype, taken = sum_launch<floatG, true>(out, x + k, n - k, accumulate || k > 0, stream));
+        k += taken;
+    }
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -102,31 +140,43 @@ void cuda::hash_words(uint64_t *out, Tensor x, int64_t first, bool accumulate, S
 
 enum { REDUCE_GROUPS = 32 }; // warps of a block; warp g adds partials g, g + 32, ...
 
+template <typename T> struct ColumnSums {
+    T *out[COLUMN_SUMS];
+};
+
 template <typename T>
 __global__ void __launch_bounds__(32 * REDUCE_GROUPS)
-columns_reduce_kernel(T *out_a, T *out_b, const float *partial, int n_partials, int64_t columns_a, int64_t columns, bool accumulate) {
+columns_reduce_kernel(ColumnSums<T> to, int n_sums, const float *partial, int n_partials, int64_t columns, bool accumulate) {
     __shared__ float sums[REDUCE_GROUPS][32];
     int lane = threadIdx.x % 32, group = threadIdx.x / 32;
-    int64_t c = (int64_t)blockIdx.x * 32 + lane;
+    int64_t c = (int64_t)blockIdx.x * 32 + lane, all = n_sums * columns;
     float sum = 0;
-    if (c < columns)
-        for (int p = group; p < n_partials; p += REDUCE_GROUPS) sum += partial[p * columns + c];
+    if (c < all)
+#pragma unroll 4
+        for (int p = group; p < n_partials; p += REDUCE_GROUPS) sum += partial[p * all + c];
     sums[group][lane] = sum;
     __syncthreads();
-    if (group == 0 && c < columns) {
-        float total = 0;
-        for (int g = 0; g < REDUCE_GROUPS; g++) total += sums[g][lane];
-        T *out = c < columns_a ? out_a + c : out_b + (c - columns_a);
-        *out = from_float<T>(accumulate ? to_float(*out) + total : total);
-    }
+    if (group > 0 || c >= all) return;
+    float total = 0;
+    for (int g = 0; g < REDUCE_GROUPS; g++) total += sums[g][lane];
+    T *out = NULL;
+#pragma unroll
+    for (int k = 0; k < COLUMN_SUMS; k++) if (c / columns == k) out = to.out[k];
+    if (out == NULL) return;
+    out += c % columns;
+    *out = from_float<T>(accumulate ? to_float(*out) + total : total);
 }
 
-void columns_reduce(Tensor out_a, Tensor out_b, const float *partial, int n_partials, bool accumulate, cudaStream_t stream) {
-    const int64_t columns_a = tensor_numel(out_a), columns = columns_a + tensor_numel(out_b);
-    const unsigned blocks = grid_blocks(ceil_div(columns, 32));
-    CHECK(!out_b.data || out_b.dtype == out_a.dtype, "columns_reduce: %s and %s", dtype_name(out_a.dtype), dtype_name(out_b.dtype));
-    FLOATX_SWITCH(out_a.dtype, columns_reduce_kernel<floatX><<<blocks, 32 * REDUCE_GROUPS, 0, stream>>>(
-        elements<floatX>(out_a), elements<floatX>(out_b), partial, n_partials, columns_a, columns, accumulate));
+void columns_reduce(const Tensor (&out)[COLUMN_SUMS], int n_sums, const float *partial, int n_partials, int64_t columns, bool accumulate,
+                    cudaStream_t stream) {
+    const unsigned blocks = grid_blocks(ceil_div(n_sums * columns, 32));
+    for (int k = 1; k < n_sums; k++)
+        CHECK(!out[k].data || out[k].dtype == out[0].dtype, "columns_reduce: %s and %s", dtype_name(out[0].dtype), dtype_name(out[k].dtype));
+    FLOATX_SWITCH(out[0].dtype, {
+        ColumnSums<floatX> to = {};
+        for (int k = 0; k < n_sums; k++) to.out[k] = elements<floatX>(out[k]);
+        columns_reduce_kernel<<<blocks, 32 * REDUCE_GROUPS, 0, stream>>>(to, n_sums, partial, n_partials, columns, accumulate);
+    });
     launch_check();
 }
 
@@ -177,6 +227,6 @@ void cuda::bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stre
         float *partial = (float *)scratch_get(row_blocks * columns * (int64_t)sizeof(float), stream);
         bias_partial_kernel<floatX, W><<<blocks, 32 * BIAS_WARPS, 0, s>>>(partial, elements<const floatX>(dout), rows, columns, column_blocks);
         launch_check();
-        columns_reduce(dbias, tensor_none(), partial, (int)row_blocks, accumulate, s);
+        columns_reduce({dbias}, 1, partial, (int)row_blocks, columns, accumulate, s);
     }));
 }
