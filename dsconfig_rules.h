@@ -598,9 +598,10 @@ static void config_refuse_unbuilt(ConfigReader *r) {
         if (k->initial[0]) config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); set it to %s", k->text, k->initial);
         else config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); remove it", k->text);
     }
-    const char *optimizer_device = ZERO_KEY("offload_optimizer.device"); // one of its values is
-    if (c->zero.offload_optimizer.device == OFFLOAD_NVME && !config_refused(c, optimizer_device))
-        config_say_key(r, CONFIG_UNBUILT, optimizer_device, "nvme is not built yet; set it to cpu or none");
+    const struct { const char *key; OffloadDevice device; } homes[] = {{ZERO_KEY("offload_optimizer.device"), c->zero.offload_optimizer.device},
+                                                                       {ZERO_KEY("offload_param.device"), c->zero.offload_param.device}};
+    for (int i = 0; i < 2; i++) // one of their values is
+        if (homes[i].device == OFFLOAD_NVME && !config_refused(c, homes[i].key)) config_say_key(r, CONFIG_UNBUILT, homes[i].key, "nvme is not built yet; set it to cpu or none");
 }
 
 // Works out what is open and checks what only several keys together can tell.

@@ -334,18 +334,26 @@ static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
         UnitState *unit = &z->unit[u];
         if (unit->update_on_host) continue;
         int64_t border = zero_decay_border(z, u), to_shard = unit->update_first - unit->shard_numel * z->gather_group.rank;
+        char *param = (char *)zero_updated_param(z, unit), *masters = (char *)unit->master;
+        int64_t bytes = unit->update_numel * dtype_bytes(z->model->dtype);
+        if (unit->param_on_host) { // the weights come, and go back
+            device_copy(z->update_room, param, bytes, COPY_TO_DEVICE, z->stream);
+            param = (char *)z->update_room;
+            if (z->model->dtype == DTYPE_FP32) masters = param;
+        }
         for (int part = 0; part < 2; part++) { // elements [0, border) of the range decay
             int64_t from = part == 0 ? 0 : border, n = part == 0 ? border : unit->update_numel - border;
             if (n == 0) continue;
             UpdateRange r;
             memset(&r, 0, sizeof r);
-            r.param = tensor1((char *)zero_updated_param(z, unit) + from * dtype_bytes(z->model->dtype), z->model->dtype, n);
-            r.master = tensor1((char *)unit->master + from * dtype_bytes(master), master, n);
+            r.param = tensor1(param + from * dtype_bytes(z->model->dtype), z->model->dtype, n);
+            r.master = tensor1(masters + from * dtype_bytes(master), master, n);
             r.grad = zero_grad_part(z, u, to_shard + from, n);
             for (int i = 0; i < z->n_states; i++) r.state[i] = tensor1(unit->state[i] + from, DTYPE_FP32, n);
             r.weight_decay = part == 0 ? o->cfg->optimizer.weight_decay : 0;
             o->rule->update(&r, a, z->stream);
         }
+        if (unit->param_on_host) device_copy(zero_updated_param(z, unit), param, bytes, COPY_TO_HOST, z->stream);
     }
     zero_weights_changed(z);
 }

@@ -104,6 +104,7 @@ typedef struct {
     int64_t whole;        // shard_numel * ranks
     int64_t update_first, update_numel; // elements of the unit that this rank updates
     bool update_on_host;  // by the CPU: `master` and `state` lie in host memory, with a mirror of the weights (Zero.offload)
+    bool param_on_host;   // `param_shard` lies in host memory, and is copied to its place in `param` when the unit is gathered
     bool updating;        // the CPU has been given the unit's update, and nobody has waited for it yet
     void *param;          // (whole) model's dtype; null while the unit is sharded and has no buffer
     void *param_shard;    // (shard_numel) inside `param`, or at stage 3 of its own
@@ -142,7 +143,7 @@ typedef struct {
     DType grad_accum_dtype;        // of the shards in which they are summed from stage 2 on
     bool prescale_gradients, gradient_allreduce_op; // the second: sum instead of mean
     double gradient_predivide_factor;
-    bool offload_optimizer, pin_memory;
+    bool offload_optimizer, offload_param, pin_memory;
     double offload_ratio;          // share of the elements whose update is offloaded
     int64_t sub_group_size;        // elements of an update on the CPU at a time, at most
 } ZeroOptions;
@@ -168,7 +169,8 @@ static ZeroOptions zero_options(const ZeroConfig *c) {
     o.gradient_predivide_factor = c->gradient_predivide_factor;
     o.offload_optimizer = c->offload_optimizer.device == OFFLOAD_CPU;
     o.offload_ratio = c->offload_optimizer.ratio;
-    o.pin_memory = c->offload_optimizer.pin_memory;
+    o.offload_param = c->offload_param.device == OFFLOAD_CPU;
+    o.pin_memory = (!o.offload_optimizer || c->offload_optimizer.pin_memory) && (!o.offload_param || c->offload_param.pin_memory);
     o.sub_group_size = c->sub_group_size;
     return o;
 }
@@ -184,6 +186,7 @@ typedef struct {
     int64_t grad_bytes;         // whole, of the unit's own
     int64_t grad_shard_bytes;   // beside `grad`
     bool update_on_host;        // masters and states are there, and nothing of them here
+    bool param_on_host;         // so is the shard of the weights
     int64_t host_element[HOST_ARRAYS]; // bytes of an element of what host memory holds of the update_numel; see host_elements
 } UnitLayout;
 
@@ -201,6 +204,7 @@ typedef struct {
     int64_t wire_bytes;         // what a bucket holds of fp32 gradients, in a communication_data_type of 16 bits
     int64_t parts_bytes;        // with direct exchange, what all ranks have for this one
     int64_t staging_numel;      // fp32, of the largest unit
+    int64_t update_room_bytes;  // of the largest shard whose weights live in host memory and whose update on the device
     MemoryUse bytes, host_bytes; // all of it, by kind: of the device, and of host memory
 } ZeroLayout;
 
@@ -231,6 +235,7 @@ typedef struct {
     int64_t bucket_numel, bucket_limit;
     void *parts;           // (ZeroLayout.parts_bytes; `wire` lies behind it) where, with direct exchange, the parts of a unit's gradient arrive
     float *staging;        // (ZeroLayout.staging_numel) for tensors on their way out
+    void *update_room;     // (ZeroLayout.update_room_bytes) weights from host memory, while the device updates them
     char *wire;            // (ZeroLayout.wire_bytes) the fp32 gradients of a bucket, rounded for their way; null where they travel in fp32
     ZeroLayout layout;
     Offload offload;       // what lives in host memory
@@ -241,7 +246,9 @@ typedef struct {
 // Setting up
 
 // What is cut into parts; the rest every rank holds whole.
-static bool layout_shards_params(const ZeroLayout *l) { return l->opt.stage >= 3 && l->ranks > 1; }
+static bool layout_shards_params(const ZeroLayout *l) { // of one rank the shard is the whole, in another memory
+    return l->opt.stage >= 3 && (l->ranks > 1 || l->opt.offload_param);
+}
 static bool layout_shards_grads(const ZeroLayout *l) { // of one rank the shard is the whole, in another type
     return l->opt.stage >= 2 && (l->ranks > 1 || l->opt.grad_accum_dtype != DTYPE_FP32);
 }
@@ -305,13 +312,14 @@ static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int
     bool small = numel < l->opt.param_persistence_threshold && kept + numel <= l->opt.model_persistence_threshold / l->ranks;
     u.dedicated = !layout_shards_params(l) || !is_block || small;
     u.param_bytes = u.dedicated ? u.whole * element : 0;
-    u.param_shard_bytes = layout_shards_params(l) ? u.shard_numel * element : 0;
+    u.param_on_host = l->opt.offload_param && !u.dedicated; // what stays whole need not come
+    u.param_shard_bytes = layout_shards_params(l) && l->ranks > 1 && !u.param_on_host ? u.shard_numel * element : 0;
     u.update_on_host = layout_updates_on_host(l, m, unit);
     u.master_bytes = m->dtype == DTYPE_FP32 || u.update_on_host ? 0 : u.update_numel * dtype_bytes(master_dtype(m)); // fp32 weights are their own masters
     u.state_bytes = l->n_states > 0 && !u.update_on_host ? u.update_numel * 4 : 0;
     u.grad_bytes = l->with_gradients && !(layout_shards_grads(l) && is_block) ? u.whole * 4 : 0;
     u.grad_shard_bytes = l->with_gradients && layout_shards_grads(l) ? u.shard_numel * dtype_bytes(l->opt.grad_accum_dtype) : 0;
-    if (u.update_on_host) host_elements(u.host_element, m->dtype, l->n_states, layout_shards_grads(l) ? l->opt.grad_accum_dtype : DTYPE_FP32, true);
+    if (u.update_on_host || u.param_on_host) host_elements(u.host_element, m->dtype, l->n_states, layout_shards_grads(l) ? l->opt.grad_accum_dtype : DTYPE_FP32, u.update_on_host);
     return u;
 }
 
@@ -370,9 +378,10 @@ static ZeroLayout zero_layout(const Model *m, ZeroOptions opt, int ranks, int ra
         bytes[MEMORY_OPTIMIZER_STATES] += l.n_states * u->state_bytes;
         bytes[MEMORY_GRADIENTS] += u->grad_shard_bytes ? u->grad_shard_bytes : u->grad_bytes;
         bytes[MEMORY_BUFFERS] += (u->param_shard_bytes ? u->param_bytes : 0) + (u->grad_shard_bytes ? u->grad_bytes : 0);
+        if (with_gradients && u->param_on_host && !u->update_on_host) l.update_room_bytes = max_i64(l.update_room_bytes, u->update_numel * dtype_bytes(m->dtype));
         for (int k = 0; k < HOST_ARRAYS; k++) l.host_bytes.bytes[host_array_kinds[k]] += u->update_numel * u->host_element[k];
     }
-    bytes[MEMORY_BUFFERS] += l.n_param_pool * l.param_buffer_bytes + l.n_grad_pool * l.grad_buffer_bytes + l.wire_bytes + l.parts_bytes + (layout_staging_in_parts(&l) ? 0 : l.staging_numel * 4);
+    bytes[MEMORY_BUFFERS] += l.n_param_pool * l.param_buffer_bytes + l.n_grad_pool * l.grad_buffer_bytes + l.wire_bytes + l.parts_bytes + l.update_room_bytes + (layout_staging_in_parts(&l) ? 0 : l.staging_numel * 4);
     return l;
 }
 
@@ -409,9 +418,10 @@ static void zero_init_unit(Zero *z, int u) {
     s->grad_shard = zero_alloc(z, l->grad_shard_bytes, MEMORY_GRADIENTS);
     if (s->grad && !s->grad_shard) s->grad_shard = (float *)s->grad + s->shard_numel * rank;
     s->update_on_host = l->update_on_host;
+    s->param_on_host = l->param_on_host;
     if (l->update_on_host) return; // the rest is zero_init_offload's
     s->master = zero_alloc(z, l->master_bytes, MEMORY_MASTERS);
-    if (!s->master) s->master = (l->param_shard_bytes ? s->param_shard : (char *)s->param + s->update_first * element);
+    if (!s->master && !s->param_on_host) s->master = (l->param_shard_bytes ? s->param_shard : (char *)s->param + s->update_first * element);
     for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)zero_alloc(z, l->state_bytes, MEMORY_OPTIMIZER_STATES);
 }
 
@@ -432,15 +442,18 @@ static void zero_init_offload(Zero *z) {
     offload_init(&z->offload, n_units);
     for (int u = 0; u < n_units; u++) {
         border[u] = zero_decay_border(z, u);
-        if (z->layout.unit[u].update_on_host) offload_add_unit(&z->offload, u, z->unit[u].update_numel, z->layout.unit[u].host_element);
+        if (z->layout.unit[u].host_element[HOST_WEIGHT]) offload_add_unit(&z->offload, u, z->unit[u].update_numel, z->layout.unit[u].host_element);
     }
     offload_start(&z->offload, border, z->opt.sub_group_size, z->opt.pin_memory);
     free(border);
     for (int u = 0; u < n_units; u++) {
         UnitState *s = &z->unit[u];
         HostUnit *h = &z->offload.unit[u];
+        if (s->param_on_host) {
+            s->param_shard = h->array[HOST_WEIGHT];
+            if (!s->master) s->master = s->param_shard; // in fp32; with the update here it is the same
+        } else if (s->update_on_host) h->device_weight = (char *)zero_updated_param(z, s);
         if (!s->update_on_host) continue;
-        h->device_weight = (char *)zero_updated_param(z, s);
         s->master = h->array[HOST_MASTER];
         for (int i = 0; i < z->n_states; i++) s->state[i] = (float *)h->array[HOST_STATE_0 + i];
     }
@@ -466,6 +479,7 @@ static void zero_init_pools(Zero *z) {
     z->parts = zero_alloc_for(z, &z->reduce_group, l->parts_bytes + l->wire_bytes, MEMORY_BUFFERS);
     z->wire = l->wire_bytes ? (char *)z->parts + l->parts_bytes : NULL;
     z->staging = (float *)(layout_staging_in_parts(l) ? z->parts : zero_alloc(z, l->staging_numel * 4, MEMORY_BUFFERS)); // now: a save must not be the first to find no memory
+    z->update_room = zero_alloc(z, l->update_room_bytes, MEMORY_BUFFERS);
 }
 
 // gather_group and reduce_group hold the same ranks. n_states: of the optimizer, 0 without gradients.
@@ -503,7 +517,7 @@ static void zero_free(Zero *z) {
     for (int u = 0; u < z->model->table.n_units; u++) {
         UnitState *s = &z->unit[u];
         if (z->model->dtype != DTYPE_FP32 && !s->update_on_host) device_free(s->master);
-        if (zero_shards_params(z)) comm_free(z->gather_group, s->param_shard);
+        if (z->layout.unit[u].param_shard_bytes) comm_free(z->gather_group, s->param_shard);
         if (s->dedicated) comm_free(z->gather_group, s->param);
         if (zero_shards_grads(z)) device_free(s->grad_shard);
         if (s->grad_buffer < 0) comm_free(z->reduce_group, s->grad);
@@ -519,6 +533,7 @@ static void zero_free(Zero *z) {
     }
     comm_free(z->reduce_group, z->parts);
     if (!layout_staging_in_parts(&z->layout)) device_free(z->staging);
+    device_free(z->update_room);
     if (z->opt.overlap_comm) {
         stream_destroy(z->gather_stream);
         stream_destroy(z->reduce_stream);
@@ -614,7 +629,13 @@ static bool gather_start(Zero *z, int unit, int64_t distance) {
         s->param = b->data;
     }
     watch_unit(unit);
-    comm_all_gather(z->gather_group, s->param, s->param_shard, s->shard_numel, z->model->dtype, z->gather_stream);
+    const void *shard = s->param_shard;
+    if (s->param_on_host) {
+        int64_t bytes = s->shard_numel * dtype_bytes(z->model->dtype);
+        shard = (char *)s->param + z->gather_group.rank * bytes;
+        device_copy((void *)shard, s->param_shard, bytes, COPY_TO_DEVICE, z->gather_stream);
+    }
+    if (z->gather_group.size > 1) comm_all_gather(z->gather_group, s->param, shard, s->shard_numel, z->model->dtype, z->gather_stream);
     event_record(s->gathered, z->gather_stream);
     s->version = z->version;
     s->status = UNIT_GATHERING;
@@ -717,8 +738,8 @@ static void zero_release(Zero *z, int unit) {
 static void zero_weights_changed(Zero *z) {
     z->version++;
     if (!zero_shards_updates(z) || z->gather_group.size == 1) {
-        for (int u = 0; u < z->model->table.n_units; u++) z->unit[u].version = z->version, z->unit[u].status = UNIT_GATHERED;
-        return;
+        for (int u = 0; u < z->model->table.n_units; u++) if (z->unit[u].dedicated) z->unit[u].version = z->version, z->unit[u].status = UNIT_GATHERED;
+        if (!zero_shards_params(z)) return;
     }
     event_record(z->computed, z->stream);
     stream_wait_event(z->gather_stream, z->computed); // gathers read what the optimizer writes
@@ -908,6 +929,7 @@ static const void *zero_gather_part(Zero *z, const UnitState *s, const void *par
 static void zero_read_array(Zero *z, const UnitState *s, const void *part, bool on_host, DType type, int64_t first, int64_t n, void *values) {
     int64_t element = dtype_bytes(type);
     if (on_host && z->gather_group.size == 1) { // the part is the whole, as offload needs stage 1 at least
+        stream_sync(z->stream); // weights that the device has updated may still be on their way
         memcpy(values, (const char *)part + first * element, (size_t)(n * element));
         return;
     }
@@ -921,12 +943,18 @@ static void zero_read_array(Zero *z, const UnitState *s, const void *part, bool 
     stream_sync(z->stream);
 }
 
+// Are the masters (an fp32 weight is its own), the states, the gradients of a unit in host memory?
+static bool zero_on_host(const Zero *z, const UnitState *s, StateKind kind) {
+    if (kind == STATE_MASTER && z->model->dtype == DTYPE_FP32 && s->param_on_host) return true;
+    return kind != STATE_GRAD && s->update_on_host;
+}
+
 // The masters of a row, joined from weights and remainders; both are gathered as 16-bit elements.
 static void zero_read_split(Zero *z, const ParamDesc *r, float *values) {
     const UnitState *s = &z->unit[r->unit];
     int64_t n = param_numel(r);
     uint16_t *weight = (uint16_t *)host_alloc((size_t)n * 2), *remainder = (uint16_t *)host_alloc((size_t)n * 2);
-    zero_read_array(z, s, zero_updated_param(z, s), false, DTYPE_BF16, r->offset, n, weight);
+    zero_read_array(z, s, zero_updated_param(z, s), s->param_on_host, DTYPE_BF16, r->offset, n, weight);
     zero_read_array(z, s, s->master, s->update_on_host, DTYPE_BF16, r->offset, n, remainder);
 #pragma omp parallel for simd
     for (int64_t i = 0; i < n; i++) values[i] = master_join(weight[i], remainder[i]);
@@ -949,52 +977,43 @@ static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
         convert(mine, zero_grad_part(z, r->unit, 0, s->shard_numel), z->stream);
         part = (const float *)mine.data;
     }
-    zero_read_array(z, s, part, s->update_on_host && kind != STATE_GRAD, DTYPE_FP32, r->offset, param_numel(r), values);
+    zero_read_array(z, s, part, zero_on_host(z, s, kind), DTYPE_FP32, r->offset, param_numel(r), values);
 }
 
-// Masters in host memory become the weights and remainders of the unit's elements from `at` on, which this rank updates.
-static void zero_write_split(Zero *z, const UnitState *s, int64_t at, int64_t n, const float *values) {
-    uint16_t *weight = (uint16_t *)host_alloc((size_t)n * 2), *remainder = (uint16_t *)host_alloc((size_t)n * 2);
-#pragma omp parallel for simd
-    for (int64_t i = 0; i < n; i++) weight[i] = master_to_bf16(values[i]), remainder[i] = master_remainder(values[i]);
-    device_copy((uint16_t *)zero_updated_param(z, s) + at - s->update_first, weight, n * 2, COPY_TO_DEVICE, z->stream);
-    device_copy((uint16_t *)s->master + at - s->update_first, remainder, n * 2, COPY_TO_DEVICE, z->stream);
-    stream_sync(z->stream); // the host's memory may go
-    free(weight);
-    free(remainder);
-}
-
-// n values for the elements of a unit from `at` on, whose home is host memory. Masters take the mirror of the weights and the
-// device's with them.
-static void zero_write_host(Zero *z, const ParamDesc *r, StateKind kind, int64_t at, int64_t n, const float *values) {
-    const UnitState *s = &z->unit[r->unit];
-    const HostUnit *h = &z->offload.unit[r->unit];
-    DType type = z->model->dtype;
-    int64_t from = at - s->update_first, element = dtype_bytes(type);
-    if (kind != STATE_MASTER) {
-        memcpy(s->state[kind - STATE_OPTIMIZER_0] + from, values, (size_t)n * 4);
-        return;
+// Bytes from the caller's memory into an array of a unit, which lies in host memory or on the device. Waits.
+static void zero_put(Zero *z, void *array, bool on_host, int64_t at, const void *from, int64_t bytes) {
+    if (on_host) {
+        stream_sync(z->stream); // nobody reads or writes it behind our back
+        memcpy((char *)array + at, from, (size_t)bytes);
+    } else {
+        device_copy((char *)array + at, from, bytes, COPY_TO_DEVICE, z->stream);
+        stream_sync(z->stream); // the caller's memory may go
     }
-    char *weight = h->array[HOST_WEIGHT] + from * element;
+}
+
+// n masters become the weights, and what the weights lack of them, of elements [from, from + n) of what this rank updates of a unit.
+static void zero_write_masters(Zero *z, int unit, int64_t from, int64_t n, const float *values) {
+    const UnitState *s = &z->unit[unit];
+    DType type = z->model->dtype;
+    int64_t element = dtype_bytes(type), kept = dtype_bytes(master_dtype(z->model));
+    char *weight = (char *)host_alloc((size_t)(n * element)), *master = (char *)host_alloc((size_t)(n * kept));
 #pragma omp parallel for simd
     for (int64_t i = 0; i < n; i++) {
-        if (type == DTYPE_BF16) {
-            ((uint16_t *)weight)[i] = master_to_bf16(values[i]);
-            ((uint16_t *)s->master)[from + i] = master_remainder(values[i]);
-        } else {
-            ((float *)s->master)[from + i] = values[i]; // in fp32 the weight itself
-            if (type == DTYPE_FP16) ((uint16_t *)weight)[i] = float_to_fp16(values[i]);
-        }
+        if (type == DTYPE_BF16) ((uint16_t *)weight)[i] = master_to_bf16(values[i]), ((uint16_t *)master)[i] = master_remainder(values[i]);
+        else dtype_store(weight, type, i, values[i]), ((float *)master)[i] = values[i];
     }
-    device_copy((char *)zero_updated_param(z, s) + from * element, weight, n * element, COPY_TO_DEVICE, z->stream);
-    stream_sync(z->stream); // the worker may write the mirror
+    zero_put(z, zero_updated_param(z, s), s->param_on_host, from * element, weight, n * element);
+    if (s->update_on_host && !s->param_on_host) zero_put(z, z->offload.unit[unit].array[HOST_WEIGHT], true, from * element, weight, n * element); // the mirror
+    if (type != DTYPE_FP32) zero_put(z, s->master, s->update_on_host, from * kept, master, n * kept);
+    free(weight);
+    free(master);
 }
 
 // What this rank has of an array, to host memory. on_host: it lies there.
 static void zero_read_own(Zero *z, const void *part, bool on_host, int64_t bytes, void *values) {
-    if (on_host) { memcpy(values, part, (size_t)bytes); return; }
-    device_copy(values, part, bytes, COPY_TO_HOST, z->stream);
-    stream_sync(z->stream);
+    if (!on_host) device_copy(values, part, bytes, COPY_TO_HOST, z->stream);
+    stream_sync(z->stream); // weights that the device has updated may still be on their way to the host
+    if (on_host) memcpy(values, part, (size_t)bytes);
 }
 
 // values = elements [first, first + n) of a row's masters or states, which this rank updates (zero_row_range).
@@ -1007,7 +1026,7 @@ static void zero_range_read(Zero *z, int row, StateKind kind, int64_t first, int
     zero_await_update(z, r->unit);
     if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) {
         uint16_t *weight = (uint16_t *)host_alloc((size_t)n * 2), *remainder = (uint16_t *)host_alloc((size_t)n * 2);
-        zero_read_own(z, (uint16_t *)zero_updated_param(z, s) + at, false, n * 2, weight);
+        zero_read_own(z, (uint16_t *)zero_updated_param(z, s) + at, s->param_on_host, n * 2, weight);
         zero_read_own(z, (uint16_t *)s->master + at, s->update_on_host, n * 2, remainder);
 #pragma omp parallel for simd
         for (int64_t i = 0; i < n; i++) values[i] = master_join(weight[i], remainder[i]);
@@ -1017,26 +1036,20 @@ static void zero_range_read(Zero *z, int row, StateKind kind, int64_t first, int
     }
     const float *part = kind == STATE_MASTER ? (const float *)s->master : s->state[kind - STATE_OPTIMIZER_0];
     CHECK(part, "state %d is not there", (int)kind);
-    zero_read_own(z, part + at, s->update_on_host, n * 4, values);
+    zero_read_own(z, part + at, zero_on_host(z, s, kind), n * 4, values);
 }
 
 // The mirror. Writing masters also rounds them into the weights; when all are written, zero_weights_changed makes it known.
 static void zero_range_write(Zero *z, int row, StateKind kind, int64_t first, int64_t n, const float *values) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];
-    float *part = kind == STATE_MASTER ? (float *)s->master : s->state[kind - STATE_OPTIMIZER_0];
-    int64_t at = r->offset + first;
-    CHECK(r->tied_to < 0 && kind != STATE_GRAD && part, "row %s, state %d is not there", r->name, (int)kind);
-    CHECK(at >= s->update_first && at + n <= s->update_first + s->update_numel, "row %s, %" PRId64 " elements from %" PRId64, r->name, n, first);
+    int64_t at = r->offset + first - s->update_first;
+    CHECK(r->tied_to < 0 && kind != STATE_GRAD && (kind == STATE_MASTER || s->state[kind - STATE_OPTIMIZER_0]), "row %s, state %d is not there", r->name, (int)kind);
+    CHECK(at >= 0 && at + n <= s->update_numel, "row %s, %" PRId64 " elements from %" PRId64, r->name, n, first);
     watch_tick();
     zero_await_update(z, r->unit);
-    if (s->update_on_host) { zero_write_host(z, r, kind, at, n, values); return; }
-    if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) { zero_write_split(z, s, at, n, values); return; }
-    part += at - s->update_first;
-    device_copy(part, values, n * 4, COPY_TO_DEVICE, z->stream);
-    if (kind == STATE_MASTER && z->model->dtype == DTYPE_FP16)
-        convert(tensor1((uint16_t *)zero_updated_param(z, s) + at - s->update_first, DTYPE_FP16, n), tensor1(part, DTYPE_FP32, n), z->stream);
-    stream_sync(z->stream); // the caller's memory may go
+    if (kind == STATE_MASTER) zero_write_masters(z, r->unit, at, n, values);
+    else zero_put(z, s->state[kind - STATE_OPTIMIZER_0], s->update_on_host, at * 4, values, n * 4);
 }
 
 // The mirror of zero_tensor_read; `values` are the same on every rank.
@@ -1053,12 +1066,16 @@ static void zero_masters_from_weights(Zero *z) {
     for (int u = 0; u < z->model->table.n_units; u++) {
         const UnitState *s = &z->unit[u];
         zero_await_update(z, u);
-        if (s->update_on_host) {
-            const uint16_t *weight = (const uint16_t *)z->offload.unit[u].array[HOST_WEIGHT];
-            if (master_dtype(z->model) == DTYPE_REMAINDER) memset(s->master, 0, (size_t)s->update_numel * 2);
-            else for (int64_t i = 0; i < s->update_numel; i++) ((float *)s->master)[i] = fp16_to_float(weight[i]);
-        } else if (master_dtype(z->model) == DTYPE_REMAINDER) device_memset(s->master, 0, s->update_numel * 2, z->stream);
-        else convert(tensor1(s->master, DTYPE_FP32, s->update_numel), tensor1(zero_updated_param(z, s), z->model->dtype, s->update_numel), z->stream);
+        if (master_dtype(z->model) == DTYPE_REMAINDER) {
+            if (s->update_on_host) memset(s->master, 0, (size_t)s->update_numel * 2);
+            else device_memset(s->master, 0, s->update_numel * 2, z->stream);
+        } else if (s->update_on_host || s->param_on_host) {
+            float *values = (float *)host_alloc((size_t)s->update_numel * 4);
+            stream_sync(z->stream);
+            for (int64_t i = 0; i < s->update_numel; i++) values[i] = dtype_load(z->offload.unit[u].array[HOST_WEIGHT], z->model->dtype, i);
+            zero_put(z, s->master, s->update_on_host, 0, values, s->update_numel * 4);
+            free(values);
+        } else convert(tensor1(s->master, DTYPE_FP32, s->update_numel), tensor1(zero_updated_param(z, s), z->model->dtype, s->update_numel), z->stream);
     }
 }
 

@@ -296,7 +296,7 @@ row_all_problems_at_once() {
 }
 
 row_not_built_yet() {
-    refuses 2 -c config.json zero_optimization.stage=3 zero_optimization.offload_param.device=cpu
+    refuses 2 -c config.json zero_optimization.stage=3 zero_optimization.offload_param.device=nvme
     says "not built yet"
     refuses 2 -c config.json tensor_parallel.autotp_size=2
 }

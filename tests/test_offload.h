@@ -63,6 +63,61 @@ static void test_offload_stages(Test *t) {
             }
 }
 
+// Weights in host memory: with the update on the device, half of it, and all of it on the CPU; two blocks that take turns or room for
+// all, with and without look-ahead; a block that is small enough to stay.
+static void test_offload_weights(Test *t) {
+    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++)
+        for (int64_t accumulation = 1; accumulation <= 2; accumulation++) {
+            Config *c = parallel_config(accumulation);
+            config_set_dtype(c, (DType)dtype);
+            c->fp16.initial_scale_power = 26;
+            c->zero.stage = 3;
+            c->model.tie_word_embeddings = dtype != DTYPE_BF16;
+            StepStats want[PARALLEL_UPDATES], got[PARALLEL_UPDATES];
+            int64_t n;
+            double val_want, val_got;
+            float *want_weights = parallel_run(c, test_grid(), want, &n, &val_want, NULL);
+            Trainer *first = zero_trainer(c);
+            int64_t block = first->model.table.unit[1].numel;
+            zero_trainer_free(first);
+            for (int way = 0; way < 6; way++) {
+                Config v = *c;
+                v.zero.offload_param.device = OFFLOAD_CPU;
+                v.zero.offload_param.pin_memory = way != 4;
+                if (way > 0) offload_config(&v, 3, way == 1 ? 0 : way == 2 ? 0.5 : 1);
+                if (way % 2) v.zero.max_live_parameters = 0;
+                if (way == 3) v.zero.prefetch_bucket_size = 0;
+                if (way == 4) v.zero.param_persistence_threshold = block + 1, v.zero.model_persistence_threshold = block * test_world.world;
+                if (way == 5) v.zero.max_reuse_distance = 0, v.zero.overlap_comm = false;
+                char what[96];
+                snprintf(what, sizeof what, "%s, accumulation %d, way %d", dtype_name((DType)dtype), (int)accumulation, way);
+                float *weights = parallel_run(&v, test_grid(), got, &n, &val_got, NULL);
+                expect_offloaded_run(t, what, c, got, weights, want, want_weights, n);
+                if (!KERNELS_ON_GPU) expect_same_bytes(t, "validation loss", &val_got, &val_want, 8);
+                free(weights);
+                // Memory: no block's shard on the device, every one on the host, and the plan to the byte.
+                v.batch.train_micro_batch_size_per_gpu = PARALLEL_SAMPLES / test_world.world;
+                Trainer *trainer = zero_trainer(&v);
+                const Zero *z = &trainer->zero;
+                int64_t shards = 0, other = 0;
+                for (int u = 0; u < z->model->table.n_units; u++) {
+                    bool stays = z->model->table.unit[u].kind != UNIT_BLOCK || (way == 4 && u == 1);
+                    expect_true(t, z->unit[u].param_on_host == !stays, "way %d: the weights of unit %d are on the %s", way, u, stays ? "host" : "device");
+                    if (z->unit[u].param_on_host) shards += z->unit[u].shard_numel * dtype_bytes(z->model->dtype);
+                    else if (z->unit[u].update_on_host) other += z->unit[u].shard_numel * dtype_bytes(z->model->dtype);
+                }
+                expect_equal_i64(t, "weights on the host", trainer->planned_host.bytes[MEMORY_WEIGHTS], shards + other);
+                expect_equal_i64(t, "host memory, planned", memory_total(&trainer->planned_host), z->offload.bytes);
+                if (v.zero.max_live_parameters == 0) expect_equal_i64(t, "buffers of blocks", z->n_param_pool, 2);
+                zero_trainer_free(trainer);
+                expect_as_planned(t, &v, test_grid(), true);
+                expect_as_planned(t, &v, test_grid(), false);
+            }
+            free(want_weights);
+            free(c);
+        }
+}
+
 // Every rule, an untied head, small pieces, gradients summed in bf16, all kinds of buckets.
 static void test_offload_optimizers(Test *t) {
     for (int way = 0; way < 8; way++) {
@@ -104,6 +159,7 @@ static void test_offload_states(Test *t) {
         Trainer *plain = zero_trainer(c);
         Config v = *c;
         offload_config(&v, 3, 0.7);
+        if (dtype != DTYPE_BF16) v.zero.offload_param.device = OFFLOAD_CPU;
         Trainer *offloads = zero_trainer(&v);
         expect_true(t, offloaded_units(&offloads->zero) > 0 && !offloads->zero.unit[0].update_on_host, "%d units are offloaded", offloaded_units(&offloads->zero));
         for (int k = 0; k < 12; k++) {
@@ -140,6 +196,7 @@ static void test_offload_resume(Test *t) {
                 c->zero.load_from_fp32_weights = !from_weights;
                 c->zero.stage = 3;
                 if (way < 0 ? saver : way > 0) offload_config(c, way == 3 ? 1 : 3, way == 1 ? 0.5 : 1);
+                if (way == 1 || way == 2) c->zero.offload_param.device = OFFLOAD_CPU;
                 Trainer *trainer = zero_trainer(c);
                 if (way < 0) {
                     trainer->store = trainer_store(trainer, own);
@@ -245,7 +302,7 @@ static void test_offload_nothing_grows(Test *t) {
 }
 
 static const TestRow offload_tests[] = {
-    {"stages, types, ratios", test_offload_stages}, {"optimizers", test_offload_optimizers}, {"states between updates", test_offload_states},
+    {"stages, types, ratios", test_offload_stages}, {"weights", test_offload_weights}, {"optimizers", test_offload_optimizers}, {"states between updates", test_offload_states},
     {"resume", test_offload_resume}, {"bytes", test_offload_bytes}, {"ratio", test_offload_ratio}, {"nothing grows", test_offload_nothing_grows},
     {NULL, NULL},
 };
