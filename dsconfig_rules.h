@@ -497,6 +497,11 @@ static void config_resolve_zero(ConfigReader *r) {
         config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("zero_quantized_gradients"), "needs zero_optimization.reduce_scatter; remove one of them");
     if ((z->stage == 1 || z->stage == 2) && z->allgather_bucket_size % 2 != 0)
         config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("allgather_bucket_size"), "is odd; give %" PRId64, z->allgather_bucket_size - 1);
+    static const struct { const char *key; bool of_param; } of_files[] = {{ZERO_KEY("offload_param.buffer_count"), true}, {ZERO_KEY("offload_param.buffer_size"), true}, {ZERO_KEY("offload_param.max_in_cpu"), true},
+        {ZERO_KEY("offload_optimizer.buffer_count"), false}, {ZERO_KEY("offload_optimizer.pipeline_read"), false}, {ZERO_KEY("offload_optimizer.pipeline_write"), false}};
+    for (int i = 0; i < 6; i++)
+        if ((of_files[i].of_param ? z->offload_param.device : z->offload_optimizer.device) == OFFLOAD_CPU && config_given(c, of_files[i].key))
+            config_say_key(r, CONFIG_INFO, of_files[i].key, "has no effect with device cpu, where nothing has to be brought to memory");
     if (!offloads && config_given(c, ZERO_KEY("sub_group_size")))
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("sub_group_size"), "has no effect without offload");
     for (int i = 0; i < CONFIG_KEY_COUNT && z->stage < 3; i++)

@@ -37,6 +37,10 @@
 //
 // in one region, which is made, touched and pinned once. The weight is a mirror of the device's: what the CPU computes there goes back as it is.
 //
+// The weights of stage 3 can live there, too (offload_param). Then the mirror is their only home: to gather a unit is to copy this rank's
+// shard to its place in the whole buffer, and the other ranks' with it; the look-ahead of zero.cu hides both, and with one
+// rank the copy alone. What the CPU has updated need not go back to the device before somebody wants it.
+//
 // A home is where a unit's arrays stay between updates. Host memory is its own; a home elsewhere brings a piece's arrays in
 // at offload_piece_begin and takes them away at offload_piece_end, the two places of the worker that know.
 //

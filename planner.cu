@@ -69,7 +69,7 @@ static const char *plan_host_text(char *text, size_t room, const MemoryUse *host
 // --plan
 
 // Does anything of the model lie in host memory?
-static bool plan_uses_host(const Config *cfg) { return cfg->zero.offload_optimizer.device || cfg->activation_checkpointing.cpu_checkpointing; }
+static bool plan_uses_host(const Config *cfg) { return cfg->zero.offload_optimizer.device || cfg->zero.offload_param.device || cfg->activation_checkpointing.cpu_checkpointing; }
 
 static void plan_print_row(const Config *cfg, const Model *m, double unit, double room) {
     const BatchConfig *b = &cfg->batch;

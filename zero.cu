@@ -63,6 +63,9 @@
 // engine. A reduction that NCCL does by kernels holds processors that products were cut to fill, and hiding it behind them costs
 // more than it takes alone. Between hosts the library reduces: it knows which of them are near.
 //
+// A unit's masters and states, and at stage 3 its shard of the weights, may live in host memory, where the CPU updates them
+// (offload.cu). Then the sum goes on from grad_shard to the host, a fetch waits for the CPU before anything else, and a gather begins with a copy.
+//
 // Invariants:
 //  1. A unit IN_USE is never evicted; uses nest (the head uses the embedding's table when they are tied).
 //  2. Every rank starts the same gathers and reductions in the same order: the decisions depend on the list, the cursor

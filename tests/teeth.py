@@ -137,6 +137,8 @@ BUGS = [
      "the CPU updates by gradients that have not arrived"),
     ("zero.cu", "if (z->unit[u].updating) return;", "", "offload@2",
      "weights are gathered before the CPU has updated them"),
+    ("zero.cu", "if (z->unit[u].dedicated) z->unit[u].version = z->version", "z->unit[u].version = z->version", "offload",
+     "blocks in the buffers pass for current after an update"),
     ("zero.cu", "    zero_await_update(z, r->unit);\n    if (kind == STATE_MASTER", "    if (kind == STATE_MASTER", "offload",
      "a checkpoint reads what the CPU is updating"),
     ("zero.cu", "bytes[MEMORY_OPTIMIZER_STATES] += l.n_states * u->state_bytes;", "bytes[MEMORY_OPTIMIZER_STATES] += u->state_bytes;", "tables",
