@@ -89,10 +89,17 @@ typedef enum { OFFLOAD_NONE, OFFLOAD_CPU, OFFLOAD_NVME } OffloadDevice;
 typedef struct {
     OffloadDevice device;
     char nvme_path[CONFIG_PATH_MAX];
+    bool nvme_derived; // it is the output folder's, and made when it is needed
     int64_t buffer_count, buffer_size, max_in_cpu; // the last two of parameters only, in elements
     bool pin_memory, pipeline_read, pipeline_write; // the last two of the optimizer only
     double ratio; // of the optimizer only
 } OffloadConfig;
+
+typedef struct {
+    int64_t block_size; // bytes
+    int64_t queue_depth, intra_op_parallelism;
+    bool single_submit, overlap_events;
+} AioConfig;
 
 typedef struct {
     int64_t stage;
@@ -105,6 +112,7 @@ typedef struct {
     int64_t prefetch_bucket_size, param_persistence_threshold, model_persistence_threshold;
     int64_t max_live_parameters, max_reuse_distance;
     OffloadConfig offload_param, offload_optimizer;
+    AioConfig aio; // the section is a top-level one
 } ZeroConfig;
 
 // What backward computes again instead of finding it stored; each step includes those before it. See act_descs.
@@ -1154,6 +1162,7 @@ static bool config_in_table(const Config *c, int i) {
     if (compat && c->key[i].origin == ORIGIN_DEFAULT) return false;
     if (strstr(k->path, ".offload_param.") && !c->zero.offload_param.device) return false;
     if (strstr(k->path, ".offload_optimizer.") && !c->zero.offload_optimizer.device) return false;
+    if (strncmp(k->path, "aio.", 4) == 0 && c->zero.offload_param.device != OFFLOAD_NVME && c->zero.offload_optimizer.device != OFFLOAD_NVME) return false;
     bool cosine_only = k->offset >= offsetof(Config, scheduler.warmup_steps) && k->offset < offsetof(Config, scheduler) + sizeof c->scheduler;
     if (cosine_only && c->scheduler.type != SCHEDULE_COSINE) return false;
     if (!c->scheduler.name[0] && strncmp(k->path, "scheduler.", 10) == 0) return false;

@@ -412,6 +412,7 @@ static void config_resolve_offload(ConfigReader *r, OffloadConfig *o, const char
     if (o->device != OFFLOAD_NVME) return;
     if (!o->nvme_path[0]) {
         snprintf(o->nvme_path, sizeof o->nvme_path, "%.4000s/nvme", c->run.output_dir);
+        o->nvme_derived = true;
         config_derive(r, path_key, ORIGIN_DERIVED);
         config_say_key(r, CONFIG_NOTICE, device_key, "without nvme_path: the files go to train_gpt.run.output_dir, in the folder nvme");
         return;
@@ -502,6 +503,10 @@ static void config_resolve_zero(ConfigReader *r) {
     for (int i = 0; i < 6; i++)
         if ((of_files[i].of_param ? z->offload_param.device : z->offload_optimizer.device) == OFFLOAD_CPU && config_given(c, of_files[i].key))
             config_say_key(r, CONFIG_INFO, of_files[i].key, "has no effect with device cpu, where nothing has to be brought to memory");
+    if (z->offload_param.device != OFFLOAD_NVME && z->offload_optimizer.device != OFFLOAD_NVME)
+        for (int i = 0; i < CONFIG_KEY_COUNT; i++)
+            if (strncmp(config_keys[i].path, "aio.", 4) == 0 && config_keys[i].treatment == TREAT_USE && config_given(c, config_keys[i].path))
+                config_say_key(r, CONFIG_NOTICE, config_keys[i].path, "has no effect without an offload device nvme");
     if (!offloads && config_given(c, ZERO_KEY("sub_group_size")))
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("sub_group_size"), "has no effect without offload");
     for (int i = 0; i < CONFIG_KEY_COUNT && z->stage < 3; i++)
@@ -603,10 +608,9 @@ static void config_refuse_unbuilt(ConfigReader *r) {
         if (k->initial[0]) config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); set it to %s", k->text, k->initial);
         else config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); remove it", k->text);
     }
-    const struct { const char *key; OffloadDevice device; } homes[] = {{ZERO_KEY("offload_optimizer.device"), c->zero.offload_optimizer.device},
-                                                                       {ZERO_KEY("offload_param.device"), c->zero.offload_param.device}};
-    for (int i = 0; i < 2; i++) // one of their values is
-        if (homes[i].device == OFFLOAD_NVME && !config_refused(c, homes[i].key)) config_say_key(r, CONFIG_UNBUILT, homes[i].key, "nvme is not built yet; set it to cpu or none");
+    const char *param_device = ZERO_KEY("offload_param.device"); // one of its values is
+    if (c->zero.offload_param.device == OFFLOAD_NVME && !config_refused(c, param_device))
+        config_say_key(r, CONFIG_UNBUILT, param_device, "nvme is not built yet; set it to cpu or none");
 }
 
 // Works out what is open and checks what only several keys together can tell.

@@ -41,18 +41,29 @@
 // shard to its place in the whole buffer, and the other ranks' with it; the look-ahead of zero.cu hides both, and with one
 // rank the copy alone. What the CPU has updated need not go back to the device before somebody wants it.
 //
-// A home is where a unit's arrays stay between updates. Host memory is its own; a home elsewhere brings a piece's arrays in
-// at offload_piece_begin and takes them away at offload_piece_end, the two places of the worker that know.
+// A home is where a unit's arrays stay between updates. Masters (beside 16-bit weights) and states, 10 of the 16 bytes above in bf16, may
+// have theirs in a file (ZeRO-Infinity, Rajbhandari et al. 2021; runtime/aio.h); weights and gradients come from and go to the device, and
+// stay in memory. In the file the arrays of a piece lie behind each other, so that a piece is one read and one write:
+//
+//     file    | master, states of piece 0 | master, states of piece 1 | ...          each at a multiple of AIO_ALIGN
+//     worker       update 0    |    update 1    |    update 2    |                  with pipeline_read and pipeline_write
+//     file     read 1 | read 2 | write 0 read 3 | write 1 read 4 |
+//
+// Buffers take turns: piece i has buffer i modulo buffer_count, from its read to the end of its write. A disk is a hundred times
+// slower than memory, so its rate is the update's: 20 bytes a parameter of AdamW in bf16. offload_piece_begin and offload_piece_end are
+// the places of the worker that know; between updates whoever wants to see a unit's arrays opens it (offload_open_unit).
 //
 // Invariants:
 //  1. Between offload_update_begin and the return of offload_wait for a unit, its arrays belong to the worker: whoever reads
 //     or writes them, or the device's weights, waits first.
 //  2. Pieces are updated, and sent back, in the order of their list: what waits for a unit waits for all before it, too.
 //  3. The worker reads gradients and overwrites mirrors only after all copies of the update before have arrived.
-//  4. An update is the same whoever makes it, element by element: where the arithmetic is the same (fp32, or the CPU backend) so are all bits.
+//  4. A range of the file is read only after the last write of it has ended: both go through the same buffer.
+//  5. An update is the same whoever makes it, element by element: where the arithmetic is the same (fp32, or the CPU backend) so are all bits.
 // Read next: zero.cu.
 #pragma once
 #include "model.cu"
+#include "runtime/aio.h"
 #include "runtime/memory.h"
 #include "runtime/watch.h"
 #include <omp.h>
@@ -71,11 +82,12 @@ static const MemoryKind host_array_kinds[HOST_ARRAYS] = {MEMORY_WEIGHTS, MEMORY_
 enum { OFFLOAD_PIECE_NUMEL = 4 << 20 };
 
 typedef struct {
-    char *array[HOST_ARRAYS];  // of all elements of the unit that this rank updates; null: there is none
+    char *array[HOST_ARRAYS];  // of all elements of the unit that this rank updates; null: there is none. Filed ones: only while the unit is open
     int64_t element[HOST_ARRAYS]; // bytes of one
+    bool filed[HOST_ARRAYS];   // its home is the file
     int64_t numel;
     bool updates;              // by the CPU
-    int end;                   // the piece after its last
+    int first, end;            // its first piece, and the one after its last
     char *device_weight;       // where the updated weights go; null: they stay
     Event returned;            // recorded on Offload.in behind the last of them
 } HostUnit;
@@ -85,6 +97,7 @@ typedef struct {
     int unit;
     int64_t from, numel;
     bool decays;               // by weight decay: all of its elements, or none
+    int64_t file_offset, file_bytes; // of its filed arrays
 } OffloadPiece;
 
 // The arrays of a piece, each from its first element on.
@@ -95,9 +108,35 @@ typedef struct {
 // Updates a piece, in the worker's thread.
 typedef void (*OffloadUpdate)(void *context, const OffloadPiece *p, const PieceArrays *arrays);
 
+// How masters and states are kept in a file; zero_optimization.offload_optimizer and aio.
+typedef struct {
+    bool used;
+    const char *folder;
+    bool makes_folder;         // and the ones above it, if it is not there
+    int buffer_count;
+    bool pipeline_read, pipeline_write;
+    AioOptions aio;
+} OffloadFile;
+
+// The filed arrays of a piece, in memory.
+typedef struct {
+    char *data;
+    AioTransfer transfer;      // its read, or its write
+} PieceBuffer;
+
 typedef struct {
     int n_units;
     HostUnit *unit;            // by unit
+    OffloadFile filing;
+    AioFile file;
+    Aio *aio;                  // null: nothing is filed
+    PieceBuffer *buffer;       // (filing.buffer_count)
+    int64_t buffer_bytes;      // of each
+    int reads;                 // pieces of this update whose read has begun
+    char *view;                // (view_bytes) the filed arrays of the unit that is open
+    int64_t view_bytes;
+    int viewed;                // it; -1: none
+    bool view_written;         // it is to be written back
     char *region;              // all arrays of all units
     int64_t bytes;             // of it
     bool pinned;
@@ -117,7 +156,103 @@ typedef struct {
 } Offload;
 
 // ---------------------------------------------------------------------------------------------------------------
+// The file. It belongs to the worker while that updates, else to the launching thread.
+
+// Arrays begin at multiples of this, for the sake of vectors.
+static int64_t filed_bytes(int64_t numel, int64_t element) { return round_up(numel * element, 64); }
+
+// Bytes of what a file holds of `numel` elements in a row, when its elements are so large.
+static int64_t filed_total(int64_t numel, const int64_t element[HOST_ARRAYS]) {
+    int64_t bytes = 0;
+    for (int k = 0; k < HOST_ARRAYS; k++) bytes += filed_bytes(numel, element[k]);
+    return round_up(bytes, AIO_ALIGN);
+}
+
+static int64_t offload_piece_numel(int64_t sub_group_size) {
+    return sub_group_size > 0 ? min_i64(sub_group_size, OFFLOAD_PIECE_NUMEL) : (int64_t)OFFLOAD_PIECE_NUMEL;
+}
+
+// Host memory that a file takes beside the disk: its buffers, and room to look at the largest unit. element: bytes of one in the file.
+static int64_t offload_file_memory(const OffloadFile *f, int64_t largest_numel, int64_t sub_group_size, const int64_t element[HOST_ARRAYS]) {
+    return f->buffer_count * filed_total(min_i64(largest_numel, offload_piece_numel(sub_group_size)), element) + filed_total(largest_numel, element);
+}
+
+static PieceBuffer *piece_buffer(Offload *o, int piece) { return &o->buffer[piece % o->filing.buffer_count]; }
+
+// Waits until a buffer's last transfer has ended. What fails is lost with the run; checkpoints are elsewhere.
+static void buffer_wait(Offload *o, PieceBuffer *b) {
+    char why[AIO_WHY];
+    if (!aio_wait(o->aio, &b->transfer, why))
+        die(EXIT_IO, "%s; the run ends, and its last checkpoint is as good as it was: look at that disk, or name another folder by zero_optimization.offload_optimizer.nvme_path", why);
+}
+static void piece_read(Offload *o, int i) {
+    PieceBuffer *b = piece_buffer(o, i);
+    buffer_wait(o, b);
+    aio_read(o->aio, &b->transfer, &o->file, b->data, o->piece[i].file_offset, o->piece[i].file_bytes);
+}
+static void piece_write(Offload *o, int i) {
+    PieceBuffer *b = piece_buffer(o, i);
+    aio_write(o->aio, &b->transfer, &o->file, b->data, o->piece[i].file_offset, o->piece[i].file_bytes);
+}
+
+// Copies the filed arrays of a piece from its buffer to the view, or back.
+static void piece_view(Offload *o, int i, bool to_buffer) {
+    const OffloadPiece *p = &o->piece[i];
+    const HostUnit *u = &o->unit[p->unit];
+    char *at = piece_buffer(o, i)->data;
+    for (int k = 0; k < HOST_ARRAYS; k++) {
+        if (!u->filed[k]) continue;
+        char *seen = u->array[k] + p->from * u->element[k];
+        memcpy(to_buffer ? at : seen, to_buffer ? seen : at, (size_t)(p->numel * u->element[k]));
+        at += filed_bytes(p->numel, u->element[k]);
+    }
+}
+
+// What was written into the open unit goes to the file; no unit is open.
+static void offload_close_unit(Offload *o) {
+    if (o->viewed < 0) return;
+    const HostUnit *u = &o->unit[o->viewed];
+    for (int i = u->first; i < u->end && o->view_written; i++) {
+        buffer_wait(o, piece_buffer(o, i));
+        piece_view(o, i, true);
+        piece_write(o, i);
+    }
+    o->viewed = -1;
+    o->view_written = false;
+}
+
+static void offload_wait(Offload *o, int unit);
+
+// Between updates, for whose end it waits: the filed arrays of a unit are where HostUnit.array says, until another is opened or the next update begins.
+// writes: they will be changed.
+static void offload_open_unit(Offload *o, int unit, bool writes) {
+    const HostUnit *u = &o->unit[unit];
+    if (!o->aio || !u->updates) return;
+    offload_wait(o, -1); // the worker may be at later units, and the buffers are its own
+    if (o->viewed != unit) {
+        offload_close_unit(o);
+        int n = o->filing.buffer_count;
+        for (int i = u->first; i < u->end + n; i++) { // n reads are in flight
+            if (i - n >= u->first) {
+                buffer_wait(o, piece_buffer(o, i - n));
+                piece_view(o, i - n, false);
+            }
+            if (i < u->end) piece_read(o, i);
+        }
+        o->viewed = unit;
+        watch_tick();
+    }
+    o->view_written |= writes;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
 // Setting up
+
+// Moves masters and states from the one table of bytes an element to the other: from memory to the file.
+static void host_elements_file(int64_t element[HOST_ARRAYS], int64_t filed[HOST_ARRAYS]) {
+    memset(filed, 0, sizeof(int64_t) * HOST_ARRAYS);
+    for (int k = HOST_MASTER; k <= HOST_STATE_1; k++) filed[k] = element[k], element[k] = 0;
+}
 
 // Bytes of one element of each array of a unit in host memory: with the update here all of them, else the weight alone.
 static void host_elements(int64_t element[HOST_ARRAYS], DType weight, int n_states, DType grad, bool updates) {
@@ -129,19 +264,26 @@ static void host_elements(int64_t element[HOST_ARRAYS], DType weight, int n_stat
     element[HOST_GRAD] = dtype_bytes(grad);
 }
 
-static void offload_init(Offload *o, int n_units) {
+static void offload_init(Offload *o, int n_units, OffloadFile file) {
     memset(o, 0, sizeof *o);
     o->n_units = n_units;
+    o->filing = file;
+    o->viewed = -1;
+    o->file.fd = -1;
     o->unit = (HostUnit *)host_alloc(sizeof(HostUnit) * (size_t)n_units);
 }
 
-// Gives a unit room for `numel` elements. Units are added in the order in which a forward pass needs them.
-static void offload_add_unit(Offload *o, int unit, int64_t numel, const int64_t element[HOST_ARRAYS]) {
+// Gives a unit room for `numel` elements. Units are added in the order in which a forward pass needs them. filed: bytes of an element
+// of what the file holds.
+static void offload_add_unit(Offload *o, int unit, int64_t numel, const int64_t element[HOST_ARRAYS], const int64_t filed[HOST_ARRAYS]) {
     HostUnit *u = &o->unit[unit];
     u->numel = numel;
-    memcpy(u->element, element, sizeof u->element);
     u->updates = element[HOST_GRAD] > 0;
-    for (int i = 0; i < HOST_ARRAYS; i++) o->bytes += numel * element[i];
+    for (int i = 0; i < HOST_ARRAYS; i++) {
+        u->filed[i] = filed[i] > 0;
+        u->element[i] = element[i] + filed[i]; // one of them is 0
+        o->bytes += numel * element[i];
+    }
 }
 
 // Cuts a unit into pieces of one kind of decay each, of at most piece_numel elements. `border`: elements before it decay.
@@ -150,7 +292,7 @@ static int offload_cut(OffloadPiece *piece, int unit, int64_t numel, int64_t bor
     int n = 0;
     for (int64_t from = 0; from < numel; n++) {
         int64_t until = from < border ? border : numel, end = min_i64(until, from + piece_numel);
-        OffloadPiece p = {unit, from, end - from, from < border};
+        OffloadPiece p = {unit, from, end - from, from < border, 0, 0};
         if (piece) piece[n] = p;
         from = end;
     }
@@ -159,37 +301,77 @@ static int offload_cut(OffloadPiece *piece, int unit, int64_t numel, int64_t bor
 
 static void *offload_work(void *offload);
 
+// Bytes of the pieces' arrays in the file, and where; then the file, its engine, and places in the region for buffers and view.
+static void offload_start_file(Offload *o, int64_t largest_numel, int64_t piece_numel, const int64_t element[HOST_ARRAYS], char *at) {
+    int64_t bytes = 0;
+    for (int i = 0; i < o->n_pieces; i++) {
+        OffloadPiece *p = &o->piece[i];
+        p->file_offset = bytes;
+        p->file_bytes = filed_total(p->numel, element);
+        bytes += p->file_bytes;
+    }
+    char why[AIO_WHY], path[4200];
+    for (size_t n = 1; o->filing.makes_folder && n < sizeof path; n++) { // "out", then "out/nvme"; what fails here fails below
+        snprintf(path, n + 1, "%s", o->filing.folder);
+        if (o->filing.folder[n] == '/' || !o->filing.folder[n]) mkdir(path, 0777);
+        if (!o->filing.folder[n]) break;
+    }
+    if (!aio_open(&o->file, o->filing.folder, "optimizer states and masters", bytes, why))
+        die(errno == ENOSPC || errno == EDQUOT || errno == EIO ? EXIT_IO : EXIT_CANTCREAT, "%s; make room there, or name another folder by zero_optimization.offload_optimizer.nvme_path", why);
+    o->aio = aio_create(&o->filing.aio);
+    o->buffer = (PieceBuffer *)host_alloc(sizeof(PieceBuffer) * (size_t)o->filing.buffer_count);
+    o->buffer_bytes = filed_total(min_i64(largest_numel, piece_numel), element);
+    for (int i = 0; i < o->filing.buffer_count; i++, at += o->buffer_bytes) o->buffer[i].data = at;
+    o->view = at;
+    o->view_bytes = filed_total(largest_numel, element);
+    for (int i = 0; i < o->n_units; i++) { // wherever a unit is open, its arrays lie there
+        HostUnit *u = &o->unit[i];
+        char *array = o->view;
+        for (int k = 0; k < HOST_ARRAYS; k++)
+            if (u->filed[k]) u->array[k] = array, array += filed_bytes(u->numel, u->element[k]);
+    }
+}
+
 // All units are added: makes the memory, and the worker if it has work. border: by unit, how many of its elements decay.
 // sub_group_size: elements of a piece at most, 0 for as many as are good. pin: wanted.
 static void offload_start(Offload *o, const int64_t *border, int64_t sub_group_size, bool pin) {
     if (o->bytes == 0) return;
-    int64_t piece_numel = sub_group_size > 0 ? min_i64(sub_group_size, OFFLOAD_PIECE_NUMEL) : (int64_t)OFFLOAD_PIECE_NUMEL;
+    int64_t piece_numel = offload_piece_numel(sub_group_size), largest = 0, filed[HOST_ARRAYS] = {};
+    for (int i = 0; i < o->n_units; i++)
+        for (int k = 0; k < HOST_ARRAYS; k++) {
+            if (!o->unit[i].filed[k]) continue;
+            largest = max_i64(largest, o->unit[i].numel);
+            filed[k] = o->unit[i].element[k]; // the same for all units
+        }
+    if (largest > 0) o->bytes += offload_file_memory(&o->filing, largest, sub_group_size, filed);
     o->pinned = pin;
     o->region = (char *)pinned_region_malloc(o->bytes, &o->pinned);
     if (pin && !o->pinned) note("%.2f GiB of host memory cannot be pinned (see ulimit -l): offload goes on without, and its copies hold up the device", (double)o->bytes / (1 << 30));
     o->out = stream_create();
     o->in = stream_create();
     o->ordered = event_create();
-    char *at = o->region;
+    char *at = o->region + (largest > 0 ? offload_file_memory(&o->filing, largest, sub_group_size, filed) : 0); // which comes first, for its alignment
     for (int pass = 0; pass < 2; pass++) {
         o->n_pieces = 0;
         for (int i = 0; i < o->n_units; i++) {
             HostUnit *u = &o->unit[i];
+            u->first = o->n_pieces;
             if (u->updates) o->n_pieces += offload_cut(pass ? o->piece + o->n_pieces : NULL, i, u->numel, border[i], piece_numel);
             u->end = o->n_pieces;
             if (pass == 0 || u->numel == 0) continue;
             u->returned = event_create();
             for (int k = 0; k < HOST_ARRAYS; k++) {
-                if (u->element[k] == 0) continue;
+                if (u->element[k] == 0 || u->filed[k]) continue;
                 u->array[k] = at;
                 at += u->numel * u->element[k];
             }
-            if (!u->array[HOST_MASTER]) u->array[HOST_MASTER] = u->array[HOST_WEIGHT], u->element[HOST_MASTER] = u->element[HOST_WEIGHT];
+            if (u->element[HOST_MASTER] == 0) u->array[HOST_MASTER] = u->array[HOST_WEIGHT], u->element[HOST_MASTER] = u->element[HOST_WEIGHT];
         }
         if (pass == 0) o->piece = (OffloadPiece *)host_alloc(sizeof(OffloadPiece) * (size_t)max_i64(1, o->n_pieces));
     }
     o->done = o->sent = o->n_pieces;
     if (o->n_pieces == 0) return;
+    if (largest > 0) offload_start_file(o, largest, piece_numel, filed, o->region);
     pthread_mutex_init(&o->lock, NULL);
     pthread_cond_init(&o->changed, NULL);
     int error = pthread_create(&o->worker, NULL, offload_work, o);
@@ -205,6 +387,12 @@ static void offload_free(Offload *o) {
         pthread_join(o->worker, NULL);
         pthread_mutex_destroy(&o->lock);
         pthread_cond_destroy(&o->changed);
+    }
+    if (o->aio) {
+        for (int i = 0; i < o->filing.buffer_count; i++) buffer_wait(o, &o->buffer[i]);
+        aio_free(o->aio);
+        aio_close(&o->file);
+        free(o->buffer);
     }
     if (o->bytes > 0) {
         stream_sync(o->out);
@@ -222,16 +410,32 @@ static void offload_free(Offload *o) {
 // ---------------------------------------------------------------------------------------------------------------
 // The worker
 
-static PieceArrays offload_piece_begin(Offload *o, const OffloadPiece *p) {
+// The arrays of a piece. Filed ones come from the file: with pipeline_read, so do as many pieces after this one as leave
+// a buffer for this one and one for the last, which is being written.
+static PieceArrays offload_piece_begin(Offload *o, int i) {
+    const OffloadPiece *p = &o->piece[i];
     const HostUnit *u = &o->unit[p->unit];
+    char *filed = NULL;
+    if (o->aio) {
+        int until = (int)min_i64(o->n_pieces, i + 1 + (o->filing.pipeline_read ? o->filing.buffer_count - 2 : 0));
+        for (; o->reads < until; o->reads++) piece_read(o, o->reads);
+        buffer_wait(o, piece_buffer(o, i));
+        filed = piece_buffer(o, i)->data;
+    }
     PieceArrays a;
     memset(&a, 0, sizeof a);
-    for (int k = 0; k < HOST_ARRAYS; k++)
-        if (u->array[k]) a.at[k] = u->array[k] + p->from * u->element[k];
+    for (int k = 0; k < HOST_ARRAYS; k++) {
+        if (u->filed[k]) a.at[k] = filed, filed += filed_bytes(p->numel, u->element[k]);
+        else if (u->array[k]) a.at[k] = u->array[k] + p->from * u->element[k];
+    }
     return a;
 }
 
-static void offload_piece_end(Offload *o, const OffloadPiece *p) { (void)o, (void)p; }
+static void offload_piece_end(Offload *o, int i) {
+    if (!o->aio) return;
+    piece_write(o, i);
+    if (!o->filing.pipeline_write) buffer_wait(o, piece_buffer(o, i));
+}
 
 // Threads of the worker's team. One core stays with whoever launches.
 static int offload_threads(void) { return (int)max_i64(1, device_info().threads - 1); }
@@ -245,11 +449,11 @@ static void *offload_work(void *offload) {
             pthread_cond_wait(&o->changed, &o->lock);
             continue;
         }
-        const OffloadPiece *p = &o->piece[o->done];
+        int i = o->done;
         pthread_mutex_unlock(&o->lock);
-        PieceArrays arrays = offload_piece_begin(o, p);
-        o->update(o->context, p, &arrays);
-        offload_piece_end(o, p);
+        PieceArrays arrays = offload_piece_begin(o, i);
+        o->update(o->context, &o->piece[i], &arrays);
+        offload_piece_end(o, i);
         pthread_mutex_lock(&o->lock);
         o->done++;
         pthread_cond_broadcast(&o->changed);
@@ -279,6 +483,8 @@ static void offload_update_begin(Offload *o, OffloadUpdate update, void *context
     if (o->n_pieces == 0) return;
     CHECK(o->sent == o->n_pieces, "%d of %d pieces of the last update are on their way back", o->sent, o->n_pieces);
     stream_sync(o->in); // invariant 3
+    offload_close_unit(o);
+    o->reads = 0;
     pthread_mutex_lock(&o->lock);
     o->update = update;
     o->context = context;

@@ -461,10 +461,13 @@ static void trainer_print_start(const Trainer *t) {
         bool pinned = (t->zero.offload.bytes == 0 || t->zero.offload.pinned) && (!t->acts.slot[0].host || t->acts.slot[0].host_pinned);
         char updates[64] = "";
         if (t->zero.offload.bytes > 0) snprintf(updates, sizeof updates, "; the CPU updates by %d threads", offload_threads());
-        print_table_row("host (MiB)", "%.1f a rank%s: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, activations %.1f%s", memory.host_total / mib, pinned ? ", pinned" : "",
+        print_table_row("host (MiB)", "%.1f a rank%s: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, activations %.1f, buffers %.1f%s", memory.host_total / mib, pinned ? ", pinned" : "",
                         memory.host[MEMORY_WEIGHTS] / mib, memory.host[MEMORY_MASTERS] / mib, memory.host[MEMORY_GRADIENTS] / mib, memory.host[MEMORY_OPTIMIZER_STATES] / mib,
-                        memory.host[MEMORY_ACTIVATIONS] / mib, updates);
+                        memory.host[MEMORY_ACTIVATIONS] / mib, memory.host[MEMORY_BUFFERS] / mib, updates);
     }
+    if (t->zero.offload.aio)
+        print_table_row("nvme (MiB)", "%.1f a rank of masters and optimizer states in %s, by %s; %d buffers of %.1f", (double)t->zero.offload.file.bytes / mib, t->zero.offload.filing.folder,
+                        aio_is_uring(t->zero.offload.aio) ? "io_uring" : "threads", t->zero.offload.filing.buffer_count, (double)t->zero.offload.buffer_bytes / mib);
     if (memory.others >= 0) print_table_row("", "beside it others use %.1f of the device: its context, libraries, other programs", memory.others / mib);
     console_flush();
 }

@@ -148,6 +148,7 @@ typedef struct {
     double gradient_predivide_factor;
     bool offload_optimizer, offload_param, pin_memory;
     double offload_ratio;          // share of the elements whose update is offloaded
+    OffloadFile offload_file;      // where masters and states of these are, unless in host memory
     int64_t sub_group_size;        // elements of an update on the CPU at a time, at most
 } ZeroOptions;
 
@@ -170,7 +171,18 @@ static ZeroOptions zero_options(const ZeroConfig *c) {
     o.prescale_gradients = c->prescale_gradients;
     o.gradient_allreduce_op = c->gradient_allreduce_op;
     o.gradient_predivide_factor = c->gradient_predivide_factor;
-    o.offload_optimizer = c->offload_optimizer.device == OFFLOAD_CPU;
+    o.offload_optimizer = c->offload_optimizer.device != OFFLOAD_NONE;
+    o.offload_file.used = c->offload_optimizer.device == OFFLOAD_NVME;
+    o.offload_file.folder = c->offload_optimizer.nvme_path;
+    o.offload_file.makes_folder = c->offload_optimizer.nvme_derived;
+    o.offload_file.buffer_count = (int)c->offload_optimizer.buffer_count;
+    o.offload_file.pipeline_read = c->offload_optimizer.pipeline_read;
+    o.offload_file.pipeline_write = c->offload_optimizer.pipeline_write;
+    o.offload_file.aio.block_size = c->aio.block_size;
+    o.offload_file.aio.queue_depth = (int)c->aio.queue_depth;
+    o.offload_file.aio.intra_op_parallelism = (int)c->aio.intra_op_parallelism;
+    o.offload_file.aio.single_submit = c->aio.single_submit;
+    o.offload_file.aio.overlap_events = c->aio.overlap_events;
     o.offload_ratio = c->offload_optimizer.ratio;
     o.offload_param = c->offload_param.device == OFFLOAD_CPU;
     o.pin_memory = (!o.offload_optimizer || c->offload_optimizer.pin_memory) && (!o.offload_param || c->offload_param.pin_memory);
@@ -191,6 +203,7 @@ typedef struct {
     bool update_on_host;        // masters and states are there, and nothing of them here
     bool param_on_host;         // so is the shard of the weights
     int64_t host_element[HOST_ARRAYS]; // bytes of an element of what host memory holds of the update_numel; see host_elements
+    int64_t file_element[HOST_ARRAYS]; // and of what a file does
 } UnitLayout;
 
 // Everything that zero.cu allocates on one rank. A function of sizes alone (zero_layout), so that a planner can ask for any
@@ -209,6 +222,7 @@ typedef struct {
     int64_t staging_numel;      // fp32, of the largest unit
     int64_t update_room_bytes;  // of the largest shard whose weights live in host memory and whose update on the device
     MemoryUse bytes, host_bytes; // all of it, by kind: of the device, and of host memory
+    int64_t file_bytes;         // of masters and states, but for what the pieces are rounded up to
 } ZeroLayout;
 
 typedef struct {
@@ -323,6 +337,7 @@ static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int
     u.grad_bytes = l->with_gradients && !(layout_shards_grads(l) && is_block) ? u.whole * 4 : 0;
     u.grad_shard_bytes = l->with_gradients && layout_shards_grads(l) ? u.shard_numel * dtype_bytes(l->opt.grad_accum_dtype) : 0;
     if (u.update_on_host || u.param_on_host) host_elements(u.host_element, m->dtype, l->n_states, layout_shards_grads(l) ? l->opt.grad_accum_dtype : DTYPE_FP32, u.update_on_host);
+    if (u.update_on_host && l->opt.offload_file.used) host_elements_file(u.host_element, u.file_element);
     return u;
 }
 
@@ -382,7 +397,12 @@ static ZeroLayout zero_layout(const Model *m, ZeroOptions opt, int ranks, int ra
         bytes[MEMORY_GRADIENTS] += u->grad_shard_bytes ? u->grad_shard_bytes : u->grad_bytes;
         bytes[MEMORY_BUFFERS] += (u->param_shard_bytes ? u->param_bytes : 0) + (u->grad_shard_bytes ? u->grad_bytes : 0);
         if (with_gradients && u->param_on_host && !u->update_on_host) l.update_room_bytes = max_i64(l.update_room_bytes, u->update_numel * dtype_bytes(m->dtype));
-        for (int k = 0; k < HOST_ARRAYS; k++) l.host_bytes.bytes[host_array_kinds[k]] += u->update_numel * u->host_element[k];
+        for (int k = 0; k < HOST_ARRAYS; k++) {
+            l.host_bytes.bytes[host_array_kinds[k]] += u->update_numel * u->host_element[k];
+            l.file_bytes += u->update_numel * u->file_element[k];
+        }
+        if (filed_total(u->update_numel, u->file_element) > 0)
+            l.host_bytes.bytes[MEMORY_BUFFERS] = max_i64(l.host_bytes.bytes[MEMORY_BUFFERS], offload_file_memory(&opt.offload_file, u->update_numel, opt.sub_group_size, u->file_element));
     }
     bytes[MEMORY_BUFFERS] += l.n_param_pool * l.param_buffer_bytes + l.n_grad_pool * l.grad_buffer_bytes + l.wire_bytes + l.parts_bytes + l.update_room_bytes + (layout_staging_in_parts(&l) ? 0 : l.staging_numel * 4);
     return l;
@@ -442,10 +462,10 @@ static int64_t zero_decay_border(const Zero *z, int unit) {
 static void zero_init_offload(Zero *z) {
     int n_units = z->model->table.n_units;
     int64_t *border = (int64_t *)host_alloc(sizeof(int64_t) * (size_t)n_units);
-    offload_init(&z->offload, n_units);
+    offload_init(&z->offload, n_units, z->opt.offload_file);
     for (int u = 0; u < n_units; u++) {
         border[u] = zero_decay_border(z, u);
-        if (z->layout.unit[u].host_element[HOST_WEIGHT]) offload_add_unit(&z->offload, u, z->unit[u].update_numel, z->layout.unit[u].host_element);
+        if (z->layout.unit[u].host_element[HOST_WEIGHT]) offload_add_unit(&z->offload, u, z->unit[u].update_numel, z->layout.unit[u].host_element, z->layout.unit[u].file_element);
     }
     offload_start(&z->offload, border, z->opt.sub_group_size, z->opt.pin_memory);
     free(border);
@@ -971,6 +991,7 @@ static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
     const UnitState *s = &z->unit[r->unit];
     CHECK(r->tied_to < 0, "row %s has no storage of its own", r->name);
     zero_await_update(z, r->unit);
+    if (kind != STATE_GRAD) offload_open_unit(&z->offload, r->unit, false);
     if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) { zero_read_split(z, r, values); return; }
     const float *grad = (const float *)(zero_shards_updates(z) ? s->grad_shard : s->grad); // at stage 0 every rank has the whole sum
     const float *part = kind == STATE_MASTER ? (const float *)s->master : kind == STATE_GRAD ? grad : s->state[kind - STATE_OPTIMIZER_0];
@@ -1027,6 +1048,7 @@ static void zero_range_read(Zero *z, int row, StateKind kind, int64_t first, int
     CHECK(r->tied_to < 0 && kind != STATE_GRAD && at >= 0 && at + n <= s->update_numel, "row %s, state %d, %" PRId64 " elements from %" PRId64, r->name, (int)kind, n, first);
     watch_tick();
     zero_await_update(z, r->unit);
+    offload_open_unit(&z->offload, r->unit, false);
     if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) {
         uint16_t *weight = (uint16_t *)host_alloc((size_t)n * 2), *remainder = (uint16_t *)host_alloc((size_t)n * 2);
         zero_read_own(z, (uint16_t *)zero_updated_param(z, s) + at, s->param_on_host, n * 2, weight);
@@ -1051,6 +1073,7 @@ static void zero_range_write(Zero *z, int row, StateKind kind, int64_t first, in
     CHECK(at >= 0 && at + n <= s->update_numel, "row %s, %" PRId64 " elements from %" PRId64, r->name, n, first);
     watch_tick();
     zero_await_update(z, r->unit);
+    offload_open_unit(&z->offload, r->unit, true);
     if (kind == STATE_MASTER) zero_write_masters(z, r->unit, at, n, values);
     else zero_put(z, s->state[kind - STATE_OPTIMIZER_0], s->update_on_host, at * 4, values, n * 4);
 }
@@ -1069,6 +1092,7 @@ static void zero_masters_from_weights(Zero *z) {
     for (int u = 0; u < z->model->table.n_units; u++) {
         const UnitState *s = &z->unit[u];
         zero_await_update(z, u);
+        offload_open_unit(&z->offload, u, true);
         if (master_dtype(z->model) == DTYPE_REMAINDER) {
             if (s->update_on_host) memset(s->master, 0, (size_t)s->update_numel * 2);
             else device_memset(s->master, 0, s->update_numel * 2, z->stream);
