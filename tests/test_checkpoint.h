@@ -1557,13 +1557,14 @@ static bool crash_visit(void *ctx, int cut, const bool *lost, int64_t acknowledg
 
 typedef enum {
     MUTANT_NONE, MUTANT_NO_SHARD_SYNC, MUTANT_NO_MANIFEST_SYNC, MUTANT_NO_FOLDER_SYNC, MUTANT_NO_PUBLISH_SYNC, MUTANT_NO_TRASH_SYNC, MUTANT_NO_SWEEP_SYNC,
-    MUTANT_PUBLISH_BEFORE_MANIFEST, MUTANT_EARLY_ACK, MUTANT_DELETE_FIRST, MUTANT_LATEST_IN_PLACE, MUTANT_NO_LATEST_SYNC, MUTANT_REPLACE_BY_DELETING, MUTANTS,
+    MUTANT_PUBLISH_BEFORE_MANIFEST, MUTANT_EARLY_ACK, MUTANT_DELETE_FIRST, MUTANT_LATEST_IN_PLACE, MUTANT_NO_LATEST_SYNC, MUTANT_REPLACE_BY_DELETING, MUTANT_NOT_WAITED, MUTANTS,
 } Mutant;
 
 static const char *const mutant_names[MUTANTS] = {
     "none", "no fsync of shards", "no fsync of manifests", "no fsync of the temporary folder", "no fsync of save_dir after publishing, and no latest", "no fsync between trash and unlink",
     "no fsync before the sweep", "published before the manifest", "acknowledged before the rename", "old one deleted before the new one is published", "latest written in place",
     "no fsync of the new latest", "old one of the same step deleted before the rename",
+    "published before another rank's shard is there",
 };
 
 static bool crash_ends_with(const char *text, const char *end) { return strlen(text) >= strlen(end) &&
@@ -1573,13 +1574,22 @@ static bool crash_trashes(const LogOp *o) { return o->op == IO_RENAME && strncmp
 static bool crash_removes(const LogOp *o) { return o->op == IO_UNLINK || o->op == IO_RMDIR; }
 static bool crash_is_latest(const LogOp *o) { return strncmp(o->name, ".latest-", 8) == 0; }
 
-// The recorded log as a worse writer would have made it. Returns its length. The operations are shared with the log.
-static int crash_mutate(const CrashLog *l, Mutant mutant, LogOp *out) {
+// The recorded log as a worse writer would have made it; shard: the end of the name of the one that suffers. Returns its length.
+// The operations are shared with the log.
+static int crash_mutate(const CrashLog *l, Mutant mutant, const char *shard, LogOp *out) {
     int n = 0;
     for (int i = 0; i < l->n; i++) {
         const LogOp *o = &l->op[i], *before = i ? &l->op[i - 1] : NULL;
         bool sync = o->op == IO_SYNC, top_sync = sync && !o->name[0];
-        if (mutant == MUTANT_NO_SHARD_SYNC && sync && crash_ends_with(o->name, "/shard-0.bin")) continue;
+        if (mutant == MUTANT_NO_SHARD_SYNC && sync && crash_ends_with(o->name, shard)) continue;
+        if (mutant == MUTANT_NOT_WAITED && crash_ends_with(o->name, shard)) continue;
+        if (mutant == MUTANT_NOT_WAITED && o->op == LOG_ACK) { // the shard's own calls come now
+            out[n++] = *o;
+            int from = i;
+            while (from > 0 && l->op[from - 1].op != LOG_ACK) from--;
+            for (int k = from; k < i; k++) if (crash_ends_with(l->op[k].name, shard)) out[n++] = l->op[k];
+            continue;
+        }
         if (mutant == MUTANT_NO_MANIFEST_SYNC && sync && crash_ends_with(o->name, "/manifest.json")) continue;
         if (mutant == MUTANT_NO_FOLDER_SYNC && sync && strncmp(o->name, ".tmp-step", 9) == 0 && !strchr(o->name, '/')) continue;
         if (mutant == MUTANT_NO_PUBLISH_SYNC && ((top_sync && before && (crash_publishes(before) || crash_is_latest(before))) ||
@@ -1660,38 +1670,42 @@ static void crash_scenario(Test *t, CrashLog *log, const char *folder) {
     fake_free(f);
 }
 
+// Every crash of a log as the mutant would have made it: without one, no state may break a promise; with one, some must.
+static void crash_try_mutant(Test *t, const CrashLog *log, Mutant mutant, const char *shard) {
+    LogOp *op = (LogOp *)host_alloc(sizeof(LogOp) * LOG_MAX);
+    Effect *effect = (Effect *)host_alloc(sizeof(Effect) * LOG_MAX);
+    CrashCheck *c = (CrashCheck *)host_alloc(sizeof *c);
+    bool is_folder[NODES_MAX];
+    ckpt_folder_fast(c->root);
+    int n = crash_mutate(log, mutant, shard, op);
+    crash_compile(op, n, effect, is_folder);
+    c->effect = effect;
+    c->is_folder = is_folder;
+    c->until_broken = mutant != MUTANT_NONE;
+    int64_t states = crash_each(effect, n, 6, 20, crash_visit, c), broken = c->lost + c->torn + c->latest;
+    t->compared += states;
+    if (mutant == MUTANT_NONE) {
+        expect_true(t, broken == 0, "of %" PRId64 " states, %" PRId64 " lost an acknowledged save, %" PRId64 " hold a torn one, %" PRId64 " have a bad latest; %s",
+                    states, c->lost, c->torn, c->latest, c->first);
+        expect_true(t, c->seen > 1000, "only %" PRId64 " different states", c->seen);
+    } else expect_true(t, broken > 0, "the test has no teeth: \"%s\" was not noticed in %" PRId64 " states", mutant_names[mutant], states);
+    if (getenv("TEST_VERBOSE"))
+        printf("     %-60s %6" PRId64 " states, %5" PRId64 " different: %" PRId64 " lost, %" PRId64 " torn, %" PRId64 " latest\n",
+               mutant_names[mutant], states, c->seen, c->lost, c->torn, c->latest);
+    ckpt_remove(c->root);
+    free(c);
+    free(op);
+    free(effect);
+}
+
 static void test_checkpoint_crash_model(Test *t) {
     CkptPath folder;
     ckpt_folder_fast(folder);
     CrashLog *log = (CrashLog *)host_alloc(sizeof *log);
     snprintf(log->root, sizeof log->root, "%s", folder);
     crash_scenario(t, log, folder);
-    LogOp *op = (LogOp *)host_alloc(sizeof(LogOp) * LOG_MAX);
-    Effect *effect = (Effect *)host_alloc(sizeof(Effect) * LOG_MAX);
-    bool is_folder[NODES_MAX];
-    for (int mutant = 0; mutant < MUTANTS && t->failures == 0; mutant++) { // mutants of a writer that is wrong itself say nothing
-        CrashCheck *c = (CrashCheck *)host_alloc(sizeof *c);
-        ckpt_folder_fast(c->root);
-        int n = crash_mutate(log, (Mutant)mutant, op);
-        crash_compile(op, n, effect, is_folder);
-        c->effect = effect;
-        c->is_folder = is_folder;
-        c->until_broken = mutant != MUTANT_NONE;
-        int64_t states = crash_each(effect, n, 6, 20, crash_visit, c), broken = c->lost + c->torn + c->latest;
-        t->compared += states;
-        if (mutant == MUTANT_NONE) {
-            expect_true(t, broken == 0, "of %" PRId64 " states, %" PRId64 " lost an acknowledged save, %" PRId64 " hold a torn one, %" PRId64 " have a bad latest; %s",
-                        states, c->lost, c->torn, c->latest, c->first);
-            expect_true(t, c->seen > 1000, "only %" PRId64 " different states", c->seen);
-        } else expect_true(t, broken > 0, "the test has no teeth: \"%s\" was not noticed in %" PRId64 " states", mutant_names[mutant], states);
-        if (getenv("TEST_VERBOSE"))
-            printf("     %-60s %6" PRId64 " states, %5" PRId64 " different: %" PRId64 " lost, %" PRId64 " torn, %" PRId64 " latest\n",
-                   mutant_names[mutant], states, c->seen, c->lost, c->torn, c->latest);
-        ckpt_remove(c->root);
-        free(c);
-    }
-    free(op);
-    free(effect);
+    for (int mutant = 0; mutant < MUTANT_NOT_WAITED && t->failures == 0; mutant++) // mutants of a writer that is wrong itself say nothing
+        crash_try_mutant(t, log, (Mutant)mutant, "/shard-0.bin");
     crash_log_free(log);
     ckpt_remove(folder);
 }
