@@ -10,6 +10,7 @@
 
 #include "trainer.cu"  // Trainer: the configuration, the model, what shards and keeps it; setting up
 #include "evaluate.cu" // once in a while: evaluation, samples, checkpoints
+#include "inspect.cu"  // --inspect: what checkpoints hold
 
 // ---------------------------------------------------------------------------------------------------------------
 // Forward and backward of the units of a chunk
@@ -200,6 +201,7 @@ static void train(Trainer *t) {
 int main(int argc, char **argv) {
     descriptors_ensure();
     if (argc == 3 && strcmp(argv[1], "--flight") == 0) return flight_print(argv[2]);
+    if (argc == 3 && strcmp(argv[1], "--inspect") == 0) return inspect_print(argv[2]);
     signals_install();
     watch_arm(60);
     CommWorld world = comm_start();

@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 layers='
 9 test_gpt.cu
 8 train_gpt.cu
-7 trainer.cu evaluate.cu
+7 trainer.cu evaluate.cu inspect.cu
 6 checkpoint_format.cu checkpoint.cu huggingface.cu planner.cu
 5 pipeline.cu optimizer.cu replicas.cu
 4 zero.cu offload.cu acts.cu

@@ -541,6 +541,36 @@ row_second_signal_leaves_at_once() {
     expect "within 5 s" test $((SECONDS - start)) -le 5
 }
 
+# --inspect tells a good checkpoint from a damaged one, and needs no configuration.
+row_inspect() {
+    run -c config.json run.steps=4 run.checkpoint_every=2
+    equal "exit code of training" "$code" 0
+    run --inspect out_dir
+    equal "exit code" "$code" 0
+    expect "both checkpoints are told, the newest first" test "$(grep -c '^out_dir/checkpoints/step-' out)" -eq 2 -a "$(sed -nE '1s/.*step-0*//p' out)" = 4
+    equal "what the checksums say" "$(grep -c 'checksums      all match' out)" 2
+    expect "the step" grep -q '^  step           4 (4 updates applied, 0 skipped)$' out
+    expect "kinds" grep -q 'of each: master, exp_avg, exp_avg_sq (fp32)$' out
+    expect "the digest of the manifest" grep -qF "  config digest  $(sed -nE 's/.*"config_digest": "([^"]*)".*/\1/p' out_dir/checkpoints/step-00000004/manifest.json)" out
+    local shard=out_dir/checkpoints/step-00000002/shard-0.bin
+    run --inspect out_dir/checkpoints/step-00000002
+    equal "exit code for one" "$code" 0
+    printf '\x55' | dd of="$shard" bs=1 seek=5000 conv=notrunc 2>/dev/null
+    run --inspect out_dir/checkpoints
+    equal "exit code with one damaged" "$code" 66
+    equal "good ones" "$(grep -c 'checksums      all match' out)" 1
+    says 'checkpoint out_dir/checkpoints/step-00000002 is damaged: shard-0.bin: the checksum of bytes 4096 to'
+    rm "$shard"
+    run --inspect out_dir/checkpoints/step-00000002
+    equal "exit code without a shard" "$code" 66
+    says 'shard-0.bin: is missing'
+    run --inspect nowhere
+    equal "exit code without a folder" "$code" 66
+    run --inspect .
+    equal "exit code without a checkpoint" "$code" 66
+    says 'there is no checkpoint in this folder'
+}
+
 row_second_run_is_refused() {
     "$binary" -c config.json run.steps=100000 >out 2>/dev/null </dev/null &
     local pid=$!

@@ -1,0 +1,81 @@
+// inspect.cu - train_gpt --inspect DIR: what the checkpoints of a folder hold, and whether they are whole.
+//
+// Reads every byte and compares every checksum, as loading does, but needs no model, no device and no other rank. DIR is a
+// checkpoint, a folder of checkpoints, or the output folder of a run.
+#pragma once
+#include "checkpoint.cu"
+
+// One checkpoint, on standard output. Returns whether it is good.
+static bool inspect_one(int folder, const char *name, const char *shown) {
+    Checkpoint c;
+    bool good = checkpoint_read(&c, folder, name);
+    if (good) {
+        const TrainingState *s = &c.state;
+        const ModelConfig *m = &c.model;
+        int64_t parameters = 0, bytes = 0, least = INT64_MAX, most = 0;
+        for (int i = 0; i < c.n_tensors; i++) parameters += c.tensor[i].numel;
+        for (int i = 0; i < c.n_shards; i++) {
+            bytes += c.shard[i].file_bytes;
+            least = min_i64(least, c.shard[i].file_bytes);
+            most = max_i64(most, c.shard[i].file_bytes);
+        }
+        printf("%s\n", shown);
+        printf("  step           %" PRId64 " (%" PRId64 " updates applied, %" PRId64 " skipped)\n", s->step, s->applied_updates, s->skipped);
+        printf("  tokens         %" PRId64 ", %" PRId64 " samples of the data\n", s->tokens, s->data_samples);
+        printf("  model          n_layer %" PRId64 ", n_head %" PRId64 ", n_embd %" PRId64 ", n_inner %" PRId64 ", vocab_size %" PRId64 ", n_positions %" PRId64 ", tie_word_embeddings %s\n", m->n_layer,
+               m->n_head, m->n_embd, m->n_inner, m->vocab_size, m->n_positions, m->tie_word_embeddings ? "true" : "false");
+        printf("  tensors        %d, %" PRId64 " parameters; of each:", c.n_tensors, parameters);
+        for (int k = 0; k < c.n_kinds; k++) printf("%s %s", k ? "," : "", c.kind[k]);
+        printf(" (fp32)\n  shards         %d, %" PRId64 " bytes", c.n_shards, bytes);
+        if (c.n_shards > 1) printf(" (%" PRId64 " to %" PRId64 " each), %" PRId64 " runs of elements", least, most, c.n_runs);
+        printf("\n  loss scale     %g; seed %" PRIu64 "; data %016" PRIx64 "\n", s->loss_scale, s->seed, s->data_fingerprint);
+        printf("  config digest  %s\n", s->config_digest[0] ? s->config_digest : "none");
+        fflush(stdout); // the rest takes as long as the disk
+        good = values_check(&c, 0, 1);
+    }
+    if (good) printf("  checksums      all match (manifest %08x)\n", c.manifest_crc);
+    fflush(stdout);
+    if (!good) fprintf(stderr, "error: checkpoint %s is damaged: %s\n", shown, c.why);
+    checkpoint_free(&c);
+    return good;
+}
+
+// Opens the folder that holds the checkpoints of DIR: itself, or `checkpoints` in it. *itself: DIR is a checkpoint.
+static int inspect_open(const char *dir, bool *itself, StepList *steps, char *shown, size_t room) {
+    struct stat st;
+    int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // a link here is the user's wish
+    text_escape(shown, room, dir, strlen(dir));
+    if (folder < 0) die(EXIT_CHECKPOINT, "--inspect %s: %s; name a checkpoint, a folder of checkpoints, or a run's output folder", shown, strerror(errno));
+    *itself = fstatat(folder, MANIFEST_FILE, &st, AT_SYMLINK_NOFOLLOW) == 0 || step_of_name(strrchr(dir, '/') ? strrchr(dir, '/') + 1 : dir) >= 0;
+    if (*itself) return folder;
+    for (int level = 0; level < 2; level++) {
+        if (!steps_list(folder, steps)) die(EXIT_CHECKPOINT, "--inspect %s: cannot be listed: %s", shown, strerror(errno));
+        if (steps->n || level) break;
+        int inner = openat(folder, "checkpoints", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        if (inner < 0) break;
+        close(folder);
+        folder = inner;
+        size_t n = strlen(shown);
+        snprintf(shown + n, room - n, "/checkpoints");
+    }
+    if (!steps->n) die(EXIT_CHECKPOINT, "--inspect %s: there is no checkpoint in this folder; name a checkpoint, a folder of checkpoints, or a run's output folder", shown);
+    return folder;
+}
+
+// Prints what there is, newest first. EXIT_OK when all are good, else EXIT_CHECKPOINT after an error line for each that is not.
+static int inspect_print(const char *dir) {
+    char shown[512], one[640], name[CHECKPOINT_NAME_MAX];
+    StepList steps = {NULL, 0, 0};
+    bool itself, good = true;
+    int folder = inspect_open(dir, &itself, &steps, shown, sizeof shown);
+    if (itself) good = inspect_one(folder, ".", shown);
+    for (int i = 0; i < steps.n; i++) {
+        step_name(name, steps.step[i]);
+        snprintf(one, sizeof one, "%s/%s", shown, name);
+        good &= inspect_one(folder, name, one);
+    }
+    free(steps.step);
+    close(folder);
+    if (fflush(stdout) != 0) die(EXIT_IO, "standard output: %s", strerror(errno));
+    return good ? EXIT_OK : EXIT_CHECKPOINT;
+}
