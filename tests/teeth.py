@@ -147,7 +147,7 @@ BUGS = [
      "weights are gathered before the CPU has updated them"),
     ("zero.cu", "if (z->unit[u].dedicated) z->unit[u].version = z->version", "z->unit[u].version = z->version", "offload",
      "blocks in the buffers pass for current after an update"),
-    ("zero.cu", "    watch_tick();\n    zero_await_update(z, r->unit);\n    if (kind", "    watch_tick();\n    if (kind", "offload",
+    ("zero.cu", "zero_await_update(z, r->unit);\n    offload_open_unit(&z->offload, r->unit, false);\n    if (kind == STATE_MASTER && master_dtype", "offload_open_unit(&z->offload, r->unit, false);\n    if (kind == STATE_MASTER && master_dtype", "offload",
      "a checkpoint reads what the CPU is updating"),
     ("zero.cu", "bytes[MEMORY_OPTIMIZER_STATES] += l.n_states * u->state_bytes;", "bytes[MEMORY_OPTIMIZER_STATES] += u->state_bytes;", "tables",
      "the plan counts one state of AdamW"),
