@@ -42,6 +42,7 @@ typedef struct {
     int64_t n_layer, n_head, n_embd, n_positions, vocab_size, n_inner; // 0 only with init_from, which then tells them
     double layer_norm_epsilon;
     bool tie_word_embeddings;
+    int64_t attention_window_size; // of section sequence_parallel; 0 = each token sees all before it
 } ModelConfig;
 
 typedef struct {
@@ -165,7 +166,7 @@ typedef struct {
     int64_t zero_hpz_partition_size;
     bool zero_quantized_weights, zero_quantized_gradients, cpu_offload, cpu_offload_param, cpu_offload_use_pin_memory;
     bool sequence_parallel;
-    int64_t attention_window_size, profile_step;
+    int64_t profile_step;
     bool checkpoint_type, decoupled_writer, writer_statistics, memory_breakdown, flops_profiler, comms_logger, csv_monitor;
     uint32_t compile_passes;
     char backend[CONFIG_NAME_MAX];

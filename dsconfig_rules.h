@@ -100,6 +100,7 @@ static const ConfigPreset config_small_model = {"", 4, 4, 256, 256}; // when nob
 #define RUN_KEY(name) "train_gpt.run." name
 #define SCHEDULER_KEY(name) "scheduler.params." name
 #define ZERO_KEY(name) "zero_optimization." name
+#define WINDOW_KEY "sequence_parallel.attention_window_size"
 
 static bool config_refused(const Config *c, const char *path) { return c->key[config_find_key(path)].refused; }
 
@@ -461,7 +462,6 @@ static void config_resolve_zero(ConfigReader *r) {
     else if (sends && z->communication_data_type == DTYPE_FP16 && c->dtype != DTYPE_FP16)
         config_say_key(r, CONFIG_NOTICE, "communication_data_type",
                        "without a loss scale gradients below 6e-8 are lost on their way; bf16 keeps them");
-    if (!c->run.deterministic) config_say_key(r, CONFIG_INFO, RUN_KEY("deterministic"), "has no effect here: equal runs always give equal bits");
     if (c->parallel.pipeline > 1 && z->overlap_comm && config_given(c, ZERO_KEY("overlap_comm")))
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("overlap_comm"), "has no effect with a pipeline");
     if (z->offload_param.device && z->stage < 3)
@@ -586,6 +586,12 @@ static void config_resolve_rest(ConfigReader *r) {
         if (config_same_word(o->backend, "nccl")) config_say_key(r, CONFIG_NOTICE, "backend", "has no effect: the build decides");
         else config_say_key(r, CONFIG_PROBLEM, "backend", "is not a transport of this program; remove it");
     }
+    int64_t *window = &c->model.attention_window_size;
+    if (*window && config_given(c, "sequence_parallel.enabled") && !o->sequence_parallel) {
+        config_say_key(r, CONFIG_NOTICE, WINDOW_KEY, "has no effect: sequence_parallel.enabled is false; remove that one to have the window");
+        *window = 0;
+    } else if (*window && c->run.seq_len && *window >= c->run.seq_len)
+        config_say_key(r, CONFIG_INFO, WINDOW_KEY, "is not below train_gpt.run.seq_len = %" PRId64 ": each token sees all before it", c->run.seq_len);
     RunConfig *run = &c->run;
     if (!config_given(c, RUN_KEY("eval_every"))) {
         run->eval_every = c->data.val[0] ? 100 : 0;

@@ -279,6 +279,7 @@ typedef struct {
     int64_t L, NH, C, F, V, Vp;
     int64_t logits_bytes; // most memory for logits, see head_rows
     bool gelu_apart;      // GELU is a kernel of its own, of the rounded pre-activation; else part of the product before it
+    bool deterministic;   // gradients are the same bits in every run; kernels that would lose time by it may be told not to
     ParamTable table;
     Stream stream;        // where compute runs
     GraphCache *graphs;   // of units' forward and backward; null: their kernels are launched one by one
@@ -324,6 +325,7 @@ static void model_init(Model *m, const ModelConfig *c, DType dtype, int64_t logi
     m->Vp = vocab_padded(c->vocab_size);
     m->logits_bytes = logits_bytes;
     m->gelu_apart = gelu_apart;
+    m->deterministic = true;
     m->stream = stream;
     model_build_table(&m->table, c);
 }
@@ -360,9 +362,15 @@ static Tensor act_view(Tensor scratch, int64_t columns) {
     return scratch;
 }
 
+// Tokens that one sees on average, W - W^2 / (2 T) with W = min(attention_window_size, T): without a window T / 2, half of the square.
+static double attention_seen(const Model *m, int64_t T) {
+    const double W = (double)(m->c.attention_window_size ? min_i64(m->c.attention_window_size, T) : T);
+    return W - W * W / (2 * (double)T);
+}
+
 // Floating-point operations of one token's forward and backward: 6 for each weight that takes part in a matrix product
-// (the position table does not; a tied token table once, as the head), and causal attention (Chowdhery et al. 2022,
-// appendix B, with half of the square).
+// (the position table does not; a tied token table once, as the head), and 12 C for each token that another one sees in a
+// block (Chowdhery et al. 2022, appendix B).
 static double model_flops_per_token(const Model *m, int64_t T) {
     double weights = 0;
     for (int i = 0; i < m->table.n_rows; i++) {
@@ -370,7 +378,7 @@ static double model_flops_per_token(const Model *m, int64_t T) {
         bool lookup = m->table.unit[r->unit].kind == UNIT_EMBED && (r->role == EMBED_WPE || !m->c.tie_word_embeddings);
         if (r->tied_to < 0 && !lookup) weights += (double)param_numel(r);
     }
-    return 6.0 * weights + 6.0 * (double)m->L * (double)T * (double)m->C;
+    return 6.0 * weights + 12.0 * (double)m->L * attention_seen(m, T) * (double)m->C;
 }
 
 // The words of activation_checkpointing.policy.
@@ -383,7 +391,7 @@ static double recompute_flops_per_token(const Model *m, RecomputePolicy policy, 
     double flops = 0;
     if (act_descs[ACT_FC_PRE].recomputed_from <= policy) flops += 2 * C * F;
     if (act_descs[ACT_QKV].recomputed_from <= policy) flops += 2 * C * 3 * C;
-    if (act_descs[ACT_ATT].recomputed_from <= policy) flops += 2 * (double)T * C; // two products, of each half of the square
+    if (act_descs[ACT_ATT].recomputed_from <= policy) flops += 4 * attention_seen(m, T) * C; // two products
     if (act_descs[ACT_RESIDUAL_2].recomputed_from <= policy) flops += 2 * C * C;
     return flops;
 }
@@ -416,7 +424,7 @@ static void block_calls(const Model *m, const Weights *w, const Acts *a, bool ag
     Stream s = m->stream;
     if (block_computes(a, ACT_LN_1, again)) layernorm_forward(act[ACT_LN_1], act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], a->x_in, w->t[BLOCK_LN_1_W], w->t[BLOCK_LN_1_B], eps, s);
     if (block_computes(a, ACT_QKV, again)) linear_forward(act[ACT_QKV], act[ACT_LN_1], w->t[BLOCK_QKV_W], w->t[BLOCK_QKV_B], none, none, s);
-    if (block_computes(a, ACT_ATT, again)) attention_forward(act[ACT_ATT], act[ACT_LSE], act[ACT_QKV], (int)m->NH, s);
+    if (block_computes(a, ACT_ATT, again)) attention_forward(act[ACT_ATT], act[ACT_LSE], act[ACT_QKV], (int)m->NH, m->c.attention_window_size, s);
     if (block_computes(a, ACT_RESIDUAL_2, again)) {
         linear_forward(act[ACT_NARROW], act[ACT_ATT], w->t[BLOCK_PROJ_W], none, none, none, s); // the norm adds the bias
         residual_layernorm_forward(act[ACT_RESIDUAL_2], act[ACT_LN_2], mean, rstd, a->x_in, act[ACT_NARROW], w->t[BLOCK_PROJ_B], w->t[BLOCK_LN_2_W],
@@ -500,7 +508,7 @@ static void block_backward(const Model *m, const Weights *w, const Grads *g, con
     layernorm_backward(a->dx, g->t[BLOCK_LN_2_W], g->t[BLOCK_LN_2_B], g->t[BLOCK_FCPROJ_B], g->t[BLOCK_PROJ_B], dnarrow, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W],
                        act[ACT_LN_2_MEAN], act[ACT_LN_2_RSTD], a->dx, g->accumulate[BLOCK_LN_2_W], m->stream);
     linear_backward(m, w, g, BLOCK_PROJ_W, none, dnarrow, a->dx, act[ACT_ATT]);
-    attention_backward(dqkv, dnarrow, act[ACT_QKV], act[ACT_ATT], act[ACT_LSE], (int)m->NH, m->stream);
+    attention_backward(dqkv, dnarrow, act[ACT_QKV], act[ACT_ATT], act[ACT_LSE], (int)m->NH, m->c.attention_window_size, m->deterministic, m->stream);
     linear_backward(m, w, g, BLOCK_QKV_W, g->t[BLOCK_QKV_B], dnarrow, dqkv, act[ACT_LN_1]);
     layernorm_backward(a->dx, g->t[BLOCK_LN_1_W], g->t[BLOCK_LN_1_B], none, none, dnarrow, a->x_in, w->t[BLOCK_LN_1_W],
                        act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], a->dx, g->accumulate[BLOCK_LN_1_W], m->stream);

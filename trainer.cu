@@ -177,6 +177,7 @@ static const struct {
     {'l', "scheduler. train_gpt.run.lr_schedule train_gpt.run.warmup_steps train_gpt.run.total_steps train_gpt.run.final_lr_frac", "learning-rate schedule", false},
     {'c', "gradient_clipping", "gradient_clipping", false},
     {'p', "fp16. bf16. communication_data_type data_types.grad_accum_dtype gradient_predivide_factor prescale_gradients", "precision (fp16, bf16, types and factors of gradients)", false},
+    {'w', "sequence_parallel.attention_window_size", "attention window", false},
     {'d', "train_gpt.data.shuffle dataloader_drop_last", "order of the data (shuffle, dataloader_drop_last)", false},
 };
 enum { DIGEST_PARTS = sizeof digest_parts / sizeof *digest_parts };
@@ -198,7 +199,7 @@ static void digest_part(const Config *cfg, int part, char text[16]) {
         config_show_field(cfg, &config_keys[i], value, sizeof value);
         hash = rng_mix(hash ^ text_hash(config_keys[i].path) ^ rng_mix(text_hash(value)));
     }
-    if (digest_parts[part].is_number && strlen(value) < 8) snprintf(text, 16, "%.15s", value);
+    if (digest_parts[part].is_number && strlen(value) < 6) snprintf(text, 16, "%.15s", value);
     else snprintf(text, 16, "%05x", (unsigned)(hash >> 44));
 }
 
@@ -439,6 +440,8 @@ static void trainer_print_start(const Trainer *t) {
     print_table_row("device", "%s, %.1f GiB%s", d.name, (double)d.memory_bytes / mib / 1024, d.is_gpu ? "" : " of memory");
     print_table_row("model", "%s: n_layer %" PRId64 ", n_head %" PRId64 ", n_embd %" PRId64 ", n_inner %" PRId64 ", vocab_size %" PRId64 " (padded %" PRId64 "), n_positions %" PRId64 "; %" PRId64 " parameters",
                     t->model.arch->name, m->n_layer, m->n_head, m->n_embd, m->n_inner, m->vocab_size, t->model.Vp, m->n_positions, table_param_count(&t->model.table));
+    if (m->attention_window_size > 0) print_table_row("attention", "each token sees itself and the %" PRId64 " before it (attention_window_size %" PRId64 ")", m->attention_window_size - 1, m->attention_window_size);
+    if (!cfg->run.deterministic) print_table_row("deterministic", "false: %s", !d.is_gpu || d.compute_capability / 10 != 9 ? "has no effect on this device, where equal runs give equal bits" : "equal runs, and resumed ones, are equal but for the order in which attention's gradients are added");
     print_table_row("precision", "%s weights and activations, fp32 masters%s and optimizer states%s", dtype_name(t->model.dtype), t->model.dtype == DTYPE_BF16 ? " (weight + 16 bits)" : "",
                     !cfg->fp16.enabled ? "" : t->opt.scaler.dynamic ? ", dynamic loss scale" : ", static loss scale");
     if (!trainer_only_reads(cfg)) {
@@ -549,6 +552,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     matmul_search(cfg->run.matmul_search);
     model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, t->stream);
     if (cfg->run.cuda_graphs) t->model.graphs = graphs_create(t->stream, GRAPHS_PER_UNIT * t->model.table.n_units);
+    t->model.deterministic = cfg->run.deterministic;
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
     t->planned = plan_memory(cfg, &t->model, grid, t->reduce_group.direct, B, with_backward, &t->planned_host);
     memory_must_fit(t);

@@ -62,14 +62,17 @@ void gelu_backward(Tensor dx, Tensor dout, Tensor x, Stream stream);
 void bias_backward(Tensor dbias, Tensor dout, bool accumulate, Stream stream);
 
 // Causal attention, streaming over keys (Milakov and Gimelshein 2018; Dao et al. 2022): the T x T matrix is never stored.
-// out[b,t,h,:] = sum_{s<=t} softmax_s(q.k / sqrt(HS)) v.   out act (B,T,C); lse f32 (B,NH,T), the logarithm of the
+// out[b,t,h,:] = sum_{s<=t} softmax_s(q.k / sqrt(HS)) v. With a window > 0, over t-window < s <= t only: a query sees itself and
+// the window-1 tokens before it (Beltagy et al. 2020, "Longformer"), and time is proportional to T * min(window, T); 0 means
+// all, and so, bit for bit, does a window >= T.   out act (B,T,C); lse f32 (B,NH,T), the logarithm of the
 // denominator (natural); qkv act (B,T,3C), q then k then v, each of NH heads of HS. HS: any on the CPU, a multiple of 8
 // up to 128 on the GPU.
-void attention_forward(Tensor out, Tensor lse, Tensor qkv, int NH, Stream stream);
+void attention_forward(Tensor out, Tensor lse, Tensor qkv, int NH, int64_t window, Stream stream);
 
 // With P = exp(q.k/sqrt(HS) - lse), D = rowsum(dout * out):  dv = P^T dout,  dS = P * (dout v^T - D),
-// dq = dS k / sqrt(HS),  dk = dS^T q / sqrt(HS).   dqkv act (B,T,3C).
-void attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, int NH, Stream stream);
+// dq = dS k / sqrt(HS),  dk = dS^T q / sqrt(HS).   dqkv act (B,T,3C). `deterministic` = false lets a GPU of compute capability
+// 9.0 add up dq in whatever order its parts come: faster, and not the same bits in every call.
+void attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, int NH, int64_t window, bool deterministic, Stream stream);
 
 // losses[i] = logsumexp(logits[i,:V]) - logits[i,targets[i]]. If write_dlogits: logits[i,j] = (softmax_j - [j = target]) * dloss
 // in place, and columns V..Vp-1 become 0; otherwise logits stay. logits act (N,Vp); losses f32 (N); targets int32 (N), in

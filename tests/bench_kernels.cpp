@@ -9,7 +9,7 @@
 enum { BENCH_HEAD_ROWS = 8192 }; // what train_gpt.run.logits_bytes' default makes of 50,304 logits in 16 bits
 
 typedef struct {
-    int64_t B, T, C, NH, L, V, Vp, N;
+    int64_t B, T, C, NH, L, V, Vp, N, window; // window: of attention
     DType act;
     Stream stream;
     int repeats;
@@ -116,10 +116,11 @@ static void run_layernorm_backward_sums(Bench *b) {
     for (int k = 0; k < 4; k++) sum[k] = tensor1((float *)b->dvector.data + k * b->C, DTYPE_FP32, b->C);
     layernorm_backward(b->dx, sum[0], sum[1], sum[2], sum[3], b->narrow, b->x, first(b->vector, b->C), b->mean, b->rstd, b->dx, true, b->stream);
 }
-static void run_attention_forward(Bench *b) { attention_forward(b->y, b->lse, b->qkv, (int)b->NH, b->stream); }
-static void run_attention_backward(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, b->lse, (int)b->NH, b->stream); }
-static void run_attention_forward_128(Bench *b) { attention_forward(b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), b->qkv, (int)b->NH / 2, b->stream); }
-static void run_attention_backward_128(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), (int)b->NH / 2, b->stream); }
+static void run_attention_forward(Bench *b) { attention_forward(b->y, b->lse, b->qkv, (int)b->NH, b->window, b->stream); }
+static void run_attention_backward(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, b->lse, (int)b->NH, b->window, true, b->stream); }
+static void run_attention_backward_any_order(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, b->lse, (int)b->NH, b->window, false, b->stream); }
+static void run_attention_forward_128(Bench *b) { attention_forward(b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), b->qkv, (int)b->NH / 2, 0, b->stream); }
+static void run_attention_backward_128(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), (int)b->NH / 2, 0, true, b->stream); }
 static void run_classifier(Bench *b) { classifier_forward_backward(b->logits, first(b->losses, b->n_head), b->tokens, b->V, 1.0f, true, b->stream); }
 static void run_embedding_backward(Bench *b) { embedding_backward(b->dw, b->dwpe, b->tokens, b->narrow, true, false, b->stream); }
 static void run_sum_squares(Bench *b) { sum_squares_to_double(b->sum, &b->grad, 1, false, b->stream); }
@@ -192,22 +193,27 @@ static void measure(Bench *b, const char *name, void (*run)(Bench *), double per
     fflush(stdout);
 }
 
-// Attention at other sizes: B sequences of T, NH heads of HS.
-static void measure_attention(const Bench *b, int64_t B, int64_t NH, int64_t T, int64_t HS) {
+// Attention at other sizes: B sequences of T, NH heads of HS; window 0 = all. Operations are counted as in model_flops_per_token.
+static void measure_attention(const Bench *b, int64_t B, int64_t NH, int64_t T, int64_t HS, int64_t window) {
     Bench at = *b; // with tensors of its own
     const int64_t C = NH * HS;
     at.NH = NH;
+    at.window = window;
     at.qkv = random_tensor(b, b->act, B, T, 3 * C, 0, 1);
     at.dqkv = random_tensor(b, b->act, B, T, 3 * C, 0, 0.01);
     at.y = random_tensor(b, b->act, B, T, C, 0, 1);
     at.narrow = random_tensor(b, b->act, B, T, C, 0, 0.01);
     at.lse = random_tensor(b, DTYPE_FP32, B, NH, T, 0, 1);
-    const double row = 2 * (double)(B * T * C), flops = 2 * (double)(B * T * C) * (double)T;
-    char name[2][64];
-    snprintf(name[0], sizeof name[0], "attention_forward (%d,%d,%d,%d)", (int)B, (int)NH, (int)T, (int)HS);
-    snprintf(name[1], sizeof name[1], "attention_backward (%d,%d,%d,%d)", (int)B, (int)NH, (int)T, (int)HS);
+    const double row = 2 * (double)(B * T * C), W = (double)(window ? window : T), flops = 4 * (double)(B * T * C) * (W - W * W / (2 * (double)T));
+    char name[3][64], size[40];
+    int n = snprintf(size, sizeof size, "(%d,%d,%d,%d)", (int)B, (int)NH, (int)T, (int)HS);
+    if (window) snprintf(size + n, sizeof size - (size_t)n, " of %d", (int)window);
+    snprintf(name[0], sizeof name[0], "attention_forward %s", size);
+    snprintf(name[1], sizeof name[1], "attention_backward %s", size);
+    snprintf(name[2], sizeof name[2], "  the same in any order");
     measure(&at, name[0], run_attention_forward, 0, flops, 4 * row);
     measure(&at, name[1], run_attention_backward, 0, 2.5 * flops, 8 * row);
+    measure(&at, name[2], run_attention_backward_any_order, 0, 2.5 * flops, 8 * row);
     Tensor *const own[] = {&at.qkv, &at.dqkv, &at.y, &at.narrow, &at.lse};
     for (size_t i = 0; i < sizeof own / sizeof *own; i++) device_free(own[i]->data);
 }
@@ -255,12 +261,19 @@ int main(int argc, char **argv) {
         measure(b, "attention_backward, half the heads", run_attention_backward_128, 0, 2.5 * attention, 8 * row);
     }
     printf("-- attention at (B, heads, T, head size)\n");
-    measure_attention(b, 16, 25, 1024, 64);
-    measure_attention(b, 2, 16, 16384, 64);
-    measure_attention(b, 8, 32, 2048, 128);
-    measure_attention(b, 1, 32, 16384, 128);
-    measure_attention(b, 32, 16, 1024, 80);
-    measure_attention(b, 32, 16, 1024, 96);
+    measure_attention(b, 64, 12, 1024, 64, 0);
+    measure_attention(b, 16, 25, 1024, 64, 0);
+    measure_attention(b, 2, 16, 16384, 64, 0);
+    measure_attention(b, 8, 32, 2048, 128, 0);
+    measure_attention(b, 1, 32, 16384, 128, 0);
+    measure_attention(b, 32, 16, 1024, 80, 0);
+    measure_attention(b, 32, 16, 1024, 96, 0);
+    measure_attention(b, 32, 16, 1024, 128, 0);
+    printf("-- attention of a window\n");
+    measure_attention(b, 2, 16, 16384, 64, 1024);
+    measure_attention(b, 2, 16, 16384, 64, 4096);
+    measure_attention(b, 1, 32, 16384, 128, 1024);
+    measure_attention(b, 1, 32, 16384, 128, 4096);
     printf("-- products, each with what its unit lets it do for biases\n");
     measure(b, "qkv forward", run_qkv_forward, L, 3 * block, 0);
     measure(b, "qkv backward input", run_qkv_backward_input, L, 3 * block, 0);

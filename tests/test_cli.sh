@@ -619,6 +619,10 @@ row_settings_changed() {
     says_not "train_batch_size"
     run_expect 0 -c config.json run.steps=20 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4 gradient_clipping=0.5 data.shuffle=true gradient_accumulation_steps=2
     says "checkpoint step-00000018 was trained with gradient_accumulation_steps 1 (now 2); from here on"
+    run_expect 0 -c config.json run.steps=22 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4 gradient_clipping=0.5 data.shuffle=true \
+        sequence_parallel.attention_window_size=8
+    says "checkpoint step-00000020 was trained with gradient_accumulation_steps 2 (now 1), another attention window; from here on"
+    prints "each token sees itself and the 7 before it"
 }
 
 row_every_checkpoint_broken() {

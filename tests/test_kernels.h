@@ -62,7 +62,7 @@ typedef struct {
 } Operand;
 
 typedef struct {
-    int64_t B, T, C, NH, OC, V, Vp; // as in kernel_list.h; a kernel uses what it needs
+    int64_t B, T, C, NH, OC, V, Vp, window; // as in kernel_list.h; a kernel uses what it needs
     unsigned flags;
 } KernelShape;
 
@@ -73,6 +73,7 @@ enum {
     CPU_ONLY = 8192,   // sizes that the GPU does not promise: channels, features and head sizes that 8 does not divide
     BF16_GRAD = 16384, // a gradient that is accumulated in bf16
     ACT_GRAD = 32768,  // gradients of parameters in the type of the activations, instead of fp32
+    ANY_ORDER = 65536, // sums need not be the same bits in every run
 };
 
 typedef struct {
@@ -223,8 +224,8 @@ static void compare_operand(Test *t, const Kernel *k, const KernelCase *c, const
     const double bias = power > 0 && o->n >= 1000 && (o->type == DTYPE_BF16 || o->type == DTYPE_FP16) ? fabs(drift) / (double)o->n / sqrt(power / (double)o->n) / (0.1 * sqrt(bound.nmse)) : 0;
     if (!(nmse <= bound.nmse && element <= bound.element && bias <= 1)) {
         const KernelShape *s = &c->s;
-        test_fail(t, "%s %s, B %d T %d C %d NH %d OC %d V %d/%d flags %u: %s NMSE %.3g (bound %.3g), worst element %.3g of the largest (%.3g) at %" PRId64 ": %.9g, expected %.9g; bias %.2f of its bound",
-                  k->name, dtype_name(c->act), (int)s->B, (int)s->T, (int)s->C, (int)s->NH, (int)s->OC, (int)s->V, (int)s->Vp, s->flags, o->name, nmse, bound.nmse, element, bound.element, worst_at, o->got[worst_at], want[worst_at], bias);
+        test_fail(t, "%s %s, B %d T %d C %d NH %d OC %d V %d/%d window %d flags %u: %s NMSE %.3g (bound %.3g), worst element %.3g of the largest (%.3g) at %" PRId64 ": %.9g, expected %.9g; bias %.2f of its bound",
+                  k->name, dtype_name(c->act), (int)s->B, (int)s->T, (int)s->C, (int)s->NH, (int)s->OC, (int)s->V, (int)s->Vp, (int)s->window, s->flags, o->name, nmse, bound.nmse, element, bound.element, worst_at, o->got[worst_at], want[worst_at], bias);
     }
     t->worst = fmax(t->worst, fmax(fmax(nmse / bound.nmse, element / bound.element), bias));
 }
@@ -670,23 +671,24 @@ static const Kernel kernel_bias_backward = {"bias_backward", setup_bias_backward
 // ---------------------------------------------------------------------------------------------------------------
 // Attention
 
-static void reference_attention(double *out, double *lse, const double *qkv, int64_t B, int64_t T, int64_t C, int64_t NH) {
+static void reference_attention(double *out, double *lse, const double *qkv, int64_t B, int64_t T, int64_t C, int64_t NH, int64_t window) {
     const int64_t HS = C / NH;
     double *p = (double *)host_alloc((size_t)T * 8);
     for (int64_t b = 0; b < B; b++)
         for (int64_t h = 0; h < NH; h++) {
             const double *q = qkv + b * T * 3 * C + h * HS, *k = q + C, *v = k + C;
             for (int64_t t = 0; t < T; t++) {
+                const int64_t oldest = window ? max_i64(0, t - window + 1) : 0;
                 double largest = -INFINITY, sum = 0;
-                for (int64_t s = 0; s <= t; s++) {
+                for (int64_t s = oldest; s <= t; s++) {
                     p[s] = 0;
                     for (int64_t d = 0; d < HS; d++) p[s] += q[t * 3 * C + d] * k[s * 3 * C + d] / sqrt((double)HS);
                     if (p[s] > largest) largest = p[s];
                 }
-                for (int64_t s = 0; s <= t; s++) sum += p[s] = exp(p[s] - largest);
+                for (int64_t s = oldest; s <= t; s++) sum += p[s] = exp(p[s] - largest);
                 double *o = out + (b * T + t) * C + h * HS;
                 for (int64_t d = 0; d < HS; d++) o[d] = 0;
-                for (int64_t s = 0; s <= t; s++)
+                for (int64_t s = oldest; s <= t; s++)
                     for (int64_t d = 0; d < HS; d++) o[d] += p[s] / sum * v[s * 3 * C + d];
                 lse[(b * NH + h) * T + t] = largest + log(sum);
             }
@@ -704,10 +706,10 @@ static void setup_attention_forward(KernelCase *c) {
     operand_add(c, "qkv", ROLE_IN, c->act, s.B, s.T, 3 * s.C, 0, ATTENTION_DEVIATION);
 }
 static void reference_attention_forward(KernelCase *c) {
-    reference_attention(want_of(c, "out"), want_of(c, "lse"), value_of(c, "qkv"), c->s.B, c->s.T, c->s.C, c->s.NH);
+    reference_attention(want_of(c, "out"), want_of(c, "lse"), value_of(c, "qkv"), c->s.B, c->s.T, c->s.C, c->s.NH, c->s.window);
 }
 static void call_attention_forward(KernelCase *c, bool backend, Stream stream) {
-    KERNEL_CALL(attention_forward, tensor_of(c, "out"), tensor_of(c, "lse"), tensor_of(c, "qkv"), (int)c->s.NH, stream);
+    KERNEL_CALL(attention_forward, tensor_of(c, "out"), tensor_of(c, "lse"), tensor_of(c, "qkv"), (int)c->s.NH, c->s.window, stream);
 }
 
 static void setup_attention_backward(KernelCase *c) {
@@ -717,7 +719,7 @@ static void setup_attention_backward(KernelCase *c) {
     operand_add(c, "qkv", ROLE_IN, c->act, s.B, s.T, 3 * s.C, 0, ATTENTION_DEVIATION);
     Operand *out = operand_add(c, "out", ROLE_IN, c->act, s.B, s.T, s.C, 0, 0);
     Operand *lse = operand_add(c, "lse", ROLE_IN, DTYPE_FP32, s.B, s.NH, s.T, 0, 0);
-    reference_attention(out->value, lse->value, value_of(c, "qkv"), s.B, s.T, s.C, s.NH);
+    reference_attention(out->value, lse->value, value_of(c, "qkv"), s.B, s.T, s.C, s.NH, s.window);
     for (int64_t i = 0; i < out->n && !c->exact; i++) out->value[i] = operand_round(out->type, out->value[i]);
     for (int64_t i = 0; i < lse->n && !c->exact; i++) lse->value[i] = operand_round(lse->type, lse->value[i]);
 }
@@ -732,7 +734,7 @@ static void reference_attention_backward(KernelCase *c) {
                 const double *q = qkv + (b * T + t) * 3 * C + h * HS, *d = dout + (b * T + t) * C + h * HS, *o = out + (b * T + t) * C + h * HS;
                 double *dq = dqkv + (q - qkv), D = 0;
                 for (int64_t i = 0; i < HS; i++) D += d[i] * o[i];
-                for (int64_t s = 0; s <= t; s++) {
+                for (int64_t s = c->s.window ? max_i64(0, t - c->s.window + 1) : 0; s <= t; s++) {
                     const double *k = qkv + (b * T + s) * 3 * C + C + h * HS, *v = k + C;
                     double *dk = dqkv + (k - qkv), *dv = dk + C, score = 0, dp = 0;
                     for (int64_t i = 0; i < HS; i++) {
@@ -749,7 +751,8 @@ static void reference_attention_backward(KernelCase *c) {
             }
 }
 static void call_attention_backward(KernelCase *c, bool backend, Stream stream) {
-    KERNEL_CALL(attention_backward, tensor_of(c, "dqkv"), tensor_of(c, "dout"), tensor_of(c, "qkv"), tensor_of(c, "out"), tensor_of(c, "lse"), (int)c->s.NH, stream);
+    KERNEL_CALL(attention_backward, tensor_of(c, "dqkv"), tensor_of(c, "dout"), tensor_of(c, "qkv"), tensor_of(c, "out"), tensor_of(c, "lse"), (int)c->s.NH, c->s.window,
+                !(c->s.flags & ANY_ORDER), stream);
 }
 
 static const KernelShape attention_shapes[] = {
@@ -765,6 +768,20 @@ static const KernelShape attention_shapes[] = {
     {.B = 4, .T = 260, .C = 60 * 8, .NH = 60}, // more heads than a GPU has in work at a time, and more tiles than blocks
     {.B = 9, .T = 130, .C = 8 * 104, .NH = 8}, // likewise
     {.B = 1, .T = 577, .C = 64, .NH = 1},      // a first tile of queries that begins before the sequence
+    {.B = 3, .T = 17, .C = 4 * 8, .NH = 4, .window = 5},
+    {.B = 1, .T = 257, .C = 32, .NH = 1, .window = 7},
+    {.B = 3, .T = 40, .C = 2 * 48, .NH = 2, .window = 1},       // each token sees itself alone
+    {.B = 1, .T = 255, .C = 2 * 64, .NH = 2, .window = 100},
+    {.B = 1, .T = 300, .C = 3 * 80, .NH = 3, .window = 65},
+    {.B = 1, .T = 129, .C = 96, .NH = 1, .window = 128},        // all but one of the last token's
+    {.B = 1, .T = 65, .C = 128, .NH = 1, .window = 65},         // all
+    {.B = 1, .T = 130, .C = 2 * 32, .NH = 2, .window = 1000},   // more than all
+    {.B = 2, .T = 391, .C = 2 * 128, .NH = 2, .window = 130},
+    {.B = 4, .T = 260, .C = 60 * 8, .NH = 60, .window = 64},
+    {.B = 9, .T = 260, .C = 8 * 104, .NH = 8, .window = 127},
+    {.B = 1, .T = 577, .C = 64, .NH = 1, .window = 193},
+    {.B = 1, .T = 257, .C = 3, .NH = 3, .window = 50, .flags = CPU_ONLY},
+    {.B = 3, .T = 40, .C = 3 * 20, .NH = 3, .window = 39, .flags = CPU_ONLY},
     {.B = 3, .T = 40, .C = 3 * 20, .NH = 3, .flags = CPU_ONLY},
     {.B = 1, .T = 257, .C = 3, .NH = 3, .flags = CPU_ONLY},
     {.B = 1, .T = 64, .C = 33, .NH = 1, .flags = CPU_ONLY},
@@ -772,6 +789,52 @@ static const KernelShape attention_shapes[] = {
 };
 static const Kernel kernel_attention_forward = {"attention_forward", setup_attention_forward, reference_attention_forward, call_attention_forward, attention_shapes};
 static const Kernel kernel_attention_backward = {"attention_backward", setup_attention_backward, reference_attention_backward, call_attention_backward, attention_shapes};
+
+// A window that leaves nothing out gives the bits of no window.
+static void attention_whole_window(Test *t, const Kernel *k, bool backend) {
+    static const KernelShape shapes[] = {{.B = 2, .T = 65, .C = 2 * 16, .NH = 2}, {.B = 1, .T = 300, .C = 2 * 64, .NH = 2}, {.B = 1, .T = 257, .C = 80, .NH = 1}, {.B = 1, .T = 130, .C = 128, .NH = 1}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int act = 0; act < DTYPE_COUNT; act++) {
+            double **none = NULL;
+            const int64_t windows[] = {0, shapes[i].T, shapes[i].T + 1, INT64_MAX};
+            for (int w = 0; w < 4; w++) {
+                KernelShape s = shapes[i];
+                s.window = windows[w];
+                KernelCase *c = case_make(k, s, (DType)act, false);
+                case_run(k, c, backend);
+                if (w == 0) none = results_keep(c);
+                else compare_bits(t, k, c, none, "a window of all tokens");
+                if (w == 3) results_free(c, none);
+                case_free(c);
+            }
+        }
+}
+static void test_attention_whole_window(Test *t) {
+    for (int backend = 0; backend <= KERNELS_ON_GPU; backend++) {
+        attention_whole_window(t, &kernel_attention_forward, backend);
+        attention_whole_window(t, &kernel_attention_backward, backend);
+    }
+}
+
+// With dq added up in any order, the GPU is as close to its CPU twin as in order.
+static void test_attention_any_order(Test *t) {
+    static const KernelShape shapes[] = {{.B = 2, .T = 1000, .C = 3 * 64, .NH = 3}, {.B = 1, .T = 900, .C = 4 * 128, .NH = 4}, {.B = 3, .T = 700, .C = 60 * 8, .NH = 60, .window = 600}, {.B = 1, .T = 100, .C = 96, .NH = 1}};
+    if (!KERNELS_ON_GPU) { test_skip(t, "this build has no GPU kernels"); return; }
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int act = 0; act < DTYPE_COUNT; act++) {
+            KernelShape s = shapes[i];
+            s.flags = ANY_ORDER;
+            KernelCase *c = case_make(&kernel_attention_backward, s, (DType)act, false);
+            case_run(&kernel_attention_backward, c, false);
+            double **twin = results_keep(c);
+            for (int run = 0; run < 3; run++) {
+                case_run(&kernel_attention_backward, c, true);
+                compare_operand(t, &kernel_attention_backward, c, operand_find(c, "dqkv"), twin[0], gpu_bounds);
+            }
+            results_free(c, twin);
+            case_free(c);
+        }
+}
 
 // ---------------------------------------------------------------------------------------------------------------
 // Softmax and cross-entropy
@@ -1099,6 +1162,8 @@ static void test_references(Test *t) {
     check_backward(t, &kernel_linear_forward, &kernel_linear_backward_weight, {.B = 1, .T = 5, .C = 7, .OC = 4, .flags = BIAS}, linear_weight);
     check_backward(t, &kernel_attention_forward, &kernel_attention_backward, {.B = 2, .T = 6, .C = 10, .NH = 2}, attention);
     check_backward(t, &kernel_attention_forward, &kernel_attention_backward, {.B = 1, .T = 40, .C = 8, .NH = 1}, attention);
+    check_backward(t, &kernel_attention_forward, &kernel_attention_backward, {.B = 2, .T = 23, .C = 10, .NH = 2, .window = 7}, attention);
+    check_backward(t, &kernel_attention_forward, &kernel_attention_backward, {.B = 1, .T = 6, .C = 8, .NH = 1, .window = 1}, attention);
     check_backward(t, &kernel_classifier, &kernel_classifier, {.B = 2, .T = 4, .V = 5, .Vp = 7}, classifier);
 }
 
@@ -1718,6 +1783,8 @@ static const TestRow kernel_tests[] = {
     KERNEL_TEST_ROWS(bias_backward),
     KERNEL_TEST_ROWS(attention_forward),
     KERNEL_TEST_ROWS(attention_backward),
+    {"attention_whole_window", test_attention_whole_window},
+    {"gpu_attention_any_order", test_attention_any_order},
     KERNEL_TEST_ROWS(classifier),
     KERNEL_TEST_ROWS(sum),
     KERNEL_TEST_ROWS(sum_squares),

@@ -211,6 +211,12 @@ static void test_flops(Test *t) {
     model_build_table(&m.table, &c);
     // 6 (124,439,808 - 1024*768) + 6*12*1024*768
     expect_near(t, "FLOP per token", model_flops_per_token(&m, 1024), 6.0 * (124439808 - 786432) + 6.0 * 12 * 1024 * 768, 1);
+    // A window W: each token sees W - W^2 / (2 T) others on average.
+    const struct { int64_t window; double seen; } row[] = {{256, 224}, {512, 384}, {1, 1 - 1.0 / 2048}, {1024, 512}, {5000, 512}};
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        m.c.attention_window_size = row[i].window;
+        expect_near(t, "FLOP per token with a window", model_flops_per_token(&m, 1024), 6.0 * (124439808 - 786432) + 12.0 * 12 * row[i].seen * 768, 1);
+    }
     table_free(&m.table);
 }
 

@@ -315,6 +315,32 @@ static void test_replicas_equal(Test *t) {
     free(c);
 }
 
+// A window of attention: all ranks together against one rank; another model than without a window, and the same one, bit for
+// bit, when the window is as long as the samples.
+static void test_attention_window(Test *t) {
+    Config *c = parallel_config(1);
+    StepStats all[PARALLEL_UPDATES], one[PARALLEL_UPDATES], got[PARALLEL_UPDATES];
+    int64_t n;
+    double val_all, val_one, val;
+    float *all_weights = parallel_run(c, grid_of_one(), all, &n, &val_all, NULL);
+    c->model.attention_window_size = c->run.seq_len;
+    float *weights = parallel_run(c, grid_of_one(), got, &n, &val, NULL);
+    expect_same_run(t, "with a window of the whole sample", got, weights, all, all_weights, n);
+    free(weights);
+    c->model.attention_window_size = 3;
+    free(parallel_run(c, grid_of_one(), one, &n, &val_one, NULL));
+    expect_true(t, fabs(one[0].grad_norm - all[0].grad_norm) > 1e-3 * all[0].grad_norm && fabs(val_one - val_all) > 1e-6 * val_all,
+                "a window of 3 changes nothing: gradient norm %g and %g, validation loss %g and %g", one[0].grad_norm, all[0].grad_norm, val_one, val_all);
+    for (int stage = 0; stage < 4; stage += 3) {
+        c->zero.stage = stage;
+        free(parallel_run(c, test_grid(), got, &n, &val, NULL));
+        expect_near_run(t, "with a window, against one rank", got, one, 1e-5);
+        expect_near(t, "validation loss with a window", val, val_one, 1e-5 * val_one);
+    }
+    free(all_weights);
+    free(c);
+}
+
 // The grid of n consecutive ranks that this rank belongs to; all such grids do the same work beside each other. Ranks that are
 // too few for a last one have a grid each.
 static ProcessGrid grid_of(int n) {
@@ -468,6 +494,6 @@ static const TestRow parallel_tests[] = {
     {"stages, bf16, sent in bf16", test_stages_bf16_sent}, {"stages, bf16, sent in bf16, accumulation", test_stages_bf16_sent_accumulation},
     {"buckets", test_buckets}, {"buckets, bf16", test_buckets_bf16}, {"optimizers, sharded", test_optimizers_sharded}, {"bytes", test_sharded_bytes}, {"memory as planned", test_memory_planned}, {"resume across stages", test_resume_across_stages}, {"resume across stages, bf16", test_resume_across_stages_bf16}, {"resume across ranks", test_resume_across_ranks},
     {"resume through layouts", test_resume_through_layouts}, {"resume through layouts, bf16", test_resume_through_layouts_bf16}, {"resume through layouts, fp16", test_resume_through_layouts_fp16},
-    {"agreement", test_agreement}, {"replicas, equal", test_replicas_equal},
+    {"agreement", test_agreement}, {"replicas, equal", test_replicas_equal}, {"attention window", test_attention_window},
     {NULL, NULL},
 };

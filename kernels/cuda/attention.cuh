@@ -27,12 +27,13 @@ enum { ATTENTION_WARPS = 4, ATTENTION_THREADS = 32 * ATTENTION_WARPS };
 typedef struct {
     int64_t B;
     int T, NH, HS;       // sequence, heads, head size
+    int window;          // tokens that a query sees, itself and those before it: 1 .. T
     int64_t qkv_stride;  // elements from one row of qkv to the next: 3C
     int64_t out_stride;  // likewise of out: C
 } AttentionShape;
 
 // Checks what both directions need of qkv (B,T,3C) and of its companion out or dout (B,T,C).
-static inline AttentionShape attention_shape(const char *kernel, Tensor qkv, const char *out_name, Tensor out, Tensor lse, int NH) {
+static inline AttentionShape attention_shape(const char *kernel, Tensor qkv, const char *out_name, Tensor out, Tensor lse, int NH, int64_t window) {
     CHECK(qkv.ndim == 3 && qkv.shape[1] <= INT32_MAX / 2, "%s: qkv has %d dimensions, T is %" PRId64, kernel, qkv.ndim, qkv.shape[1]);
     const int64_t B = qkv.shape[0], T = qkv.shape[1], C = qkv.shape[2] / 3;
     CHECK(NH >= 1 && C % NH == 0 && C / NH % 8 == 0 && C / NH <= 128,
@@ -40,14 +41,15 @@ static inline AttentionShape attention_shape(const char *kernel, Tensor qkv, con
     check_shape(kernel, "qkv", qkv, B * T, 3 * C);
     check_act(kernel, out_name, out, B * T, C, qkv.dtype);
     check_f32(kernel, "lse", lse, B * NH, T);
+    CHECK(window >= 0, "%s: window %" PRId64, kernel, window);
     CHECK(is_aligned(qkv.data, 16) && is_aligned(out.data, 16), "%s: qkv and %s must be aligned to 16 bytes", kernel, out_name);
-    AttentionShape s = {B, (int)T, NH, (int)(C / NH), 3 * C, C};
+    AttentionShape s = {B, (int)T, NH, (int)(C / NH), (int)(window == 0 ? T : min_i64(window, T)), 3 * C, C};
     return s;
 }
 
 // Compute capability 9.0 has kernels of its own for the 16-bit types (attention_forward_hopper.cu, attention_backward_hopper.cu).
 void attention_forward_hopper(Tensor out, Tensor lse, Tensor qkv, AttentionShape shape, Stream stream);
-void attention_backward_hopper(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, Stream stream);
+void attention_backward_hopper(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, bool deterministic, Stream stream);
 
 // Bytes of scratch that it takes on a GPU of `sms` multiprocessors: 8 for each row and head (T rounded up to 128), and the fp32
 // sums of dq of the heads in work, two of them and 3 * sms * 128 rows more: 26 MB (head sizes above 64) on an H200.

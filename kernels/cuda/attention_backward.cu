@@ -86,7 +86,8 @@ attention_backward_kv_kernel(T *dqkv, const T *dout, const T *qkv, const float *
     const int64_t statistics = ((int64_t)at.b * shape.NH + at.h) * seq;
     const float *lse_head = lse + statistics, *rowsum_head = rowsum + statistics;
     const int k0 = at.row0, warp_k0 = k0 + warp * 16 * MT;
-    const int first_tile = k0 / BQ, end_tile = (seq + BQ - 1) / BQ; // earlier queries see none of these keys
+    const int window = shape.window; // queries before first_tile and from end_tile on see none of these keys
+    const int first_tile = k0 / BQ, end_tile = (min(k0 + BK + window - 1, seq) + BQ - 1) / BQ;
     const float scale_log2 = scale * LOG2E;
 
     float dk[MT][D / 8][4], dv[MT][D / 8][4];
@@ -116,7 +117,7 @@ attention_backward_kv_kernel(T *dqkv, const T *dout, const T *qkv, const float *
 #pragma unroll 1
         for (int part = 0; part < BQ; part += SQ) {
             const int q0 = j * BQ + part;
-            if (q0 + SQ - 1 < warp_k0) continue; // all queries come before all keys of this warp
+            if (q0 + SQ - 1 < warp_k0 || q0 >= warp_k0 + 16 * MT - 1 + window) continue; // all queries come before all keys of this warp, or have left them behind
             float p[MT][SQ / 8][4], ds[MT][SQ / 8][4];
 #pragma unroll
             for (int m = 0; m < MT; m++)
@@ -140,6 +141,7 @@ attention_backward_kv_kernel(T *dqkv, const T *dout, const T *qkv, const float *
                 }
             }
             const bool diagonal = q0 < warp_k0 + 16 * MT - 1; // keys beyond the sequence come after every query too
+            const bool edge = q0 + SQ - 1 >= warp_k0 + window; // some query has left some key behind
 #pragma unroll
             for (int n = 0; n < SQ / 8; n++) {
                 float2 offset = *reinterpret_cast<const float2 *>(tile_lse + part + n * 8 + 2 * t);
@@ -150,8 +152,8 @@ attention_backward_kv_kernel(T *dqkv, const T *dout, const T *qkv, const float *
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
                         float x = exp2_fast(p[m][n][e] * scale_log2 - (e % 2 ? offset.y : offset.x));
-                        bool masked = diagonal && q0 + n * 8 + 2 * t + e % 2 < warp_k0 + m * 16 + g + e / 2 * 8;
-                        p[m][n][e] = masked ? 0.0f : x;
+                        const int query = q0 + n * 8 + 2 * t + e % 2, key = warp_k0 + m * 16 + g + e / 2 * 8;
+                        p[m][n][e] = (diagonal && query < key) || (edge && query >= key + window) ? 0.0f : x;
                     }
             }
 #pragma unroll
@@ -236,7 +238,7 @@ attention_backward_q_kernel(T *dqkv, const T *dout, const T *qkv, const float *l
     const int64_t first = (int64_t)at.b * seq * shape.qkv_stride + (int64_t)at.h * HS;
     const T *q = qkv + first, *k = q + shape.out_stride, *v = k + shape.out_stride;
     const int q0 = at.row0, warp_q0 = q0 + warp * 16 * MT;
-    const int n_tiles = (min(q0 + BM, seq) + BN - 1) / BN;
+    const int window = shape.window, j0 = max(q0 - window + 1, 0) / BN, n_tiles = (min(q0 + BM, seq) + BN - 1) / BN;
     const float scale_log2 = scale * LOG2E;
 
     float dq[MT][D / 8][4], offset[MT][2], of_row[MT][2];
@@ -255,9 +257,9 @@ attention_backward_q_kernel(T *dqkv, const T *dout, const T *qkv, const float *l
 
     tile_load<T, D, BM>(tile_q, q, shape.qkv_stride, q0, seq, HS);
     tile_load<T, D, BM>(tile_do, dout + (int64_t)at.b * seq * shape.out_stride + (int64_t)at.h * HS, shape.out_stride, q0, seq, HS);
-    tile_load<T, D, BN>(tiles_k, k, shape.qkv_stride, 0, seq, HS);
-    tile_load<T, D, BN>(tiles_v, v, shape.qkv_stride, 0, seq, HS);
-    for (int j = 0; j < n_tiles; j++) {
+    tile_load<T, D, BN>(tiles_k + j0 % 2 * TILE, k, shape.qkv_stride, j0 * BN, seq, HS);
+    tile_load<T, D, BN>(tiles_v + j0 % 2 * TILE, v, shape.qkv_stride, j0 * BN, seq, HS);
+    for (int j = j0; j < n_tiles; j++) {
         const T *tile_k = tiles_k + j % 2 * TILE, *tile_v = tiles_v + j % 2 * TILE;
         copy_async_wait_all(); // this thread's part of tile j has come
         __syncthreads();       // everybody's has, and nobody reads tile j - 1 any more: its place takes tile j + 1
@@ -268,7 +270,7 @@ attention_backward_q_kernel(T *dqkv, const T *dout, const T *qkv, const float *l
 #pragma unroll 1
         for (int part = 0; part < BN; part += SN) {
             const int k0 = j * BN + part;
-            if (k0 > warp_q0 + 16 * MT - 1) continue; // all keys come after all queries of this warp
+            if (k0 > warp_q0 + 16 * MT - 1 || k0 + SN - 1 + window <= warp_q0) continue; // all queries of this warp come before all keys, or have left them behind
             float p[MT][SN / 8][4], ds[MT][SN / 8][4];
 #pragma unroll
             for (int m = 0; m < MT; m++)
@@ -303,6 +305,7 @@ attention_backward_q_kernel(T *dqkv, const T *dout, const T *qkv, const float *l
                 }
             }
             const bool diagonal = k0 + SN - 1 > warp_q0; // keys beyond the sequence come after every query too
+            const bool edge = k0 + window <= warp_q0 + 16 * MT - 1; // some query has left some key behind
 #pragma unroll
             for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -310,8 +313,8 @@ attention_backward_q_kernel(T *dqkv, const T *dout, const T *qkv, const float *l
 #pragma unroll
                     for (int e = 0; e < 4; e++) { // dS = P * (dP - D)
                         float x = exp2_fast(p[m][n][e] * scale_log2 - offset[m][e / 2]);
-                        bool masked = diagonal && k0 + n * 8 + 2 * t + e % 2 > warp_q0 + m * 16 + g + e / 2 * 8;
-                        ds[m][n][e] = masked ? 0.0f : x * (ds[m][n][e] - of_row[m][e / 2]);
+                        const int query = warp_q0 + m * 16 + g + e / 2 * 8, key = k0 + n * 8 + 2 * t + e % 2;
+                        ds[m][n][e] = (diagonal && query < key) || (edge && query >= key + window) ? 0.0f : x * (ds[m][n][e] - of_row[m][e / 2]);
                     }
 #pragma unroll
             for (int kk = 0; kk < SN / 16; kk++) { // dq += dS k
@@ -386,7 +389,8 @@ attention_backward_plain_kernel(float *dqkv, const float *dout, const float *qkv
         plain_tile_load(tile_q, q, shape.qkv_stride, own0, seq, HS);
         plain_tile_load(tile_do, dout_head, shape.out_stride, own0, seq, HS);
     }
-    const int walk_first = WALK_QUERIES ? own0 : 0, walk_end = WALK_QUERIES ? seq : own0 + 1;
+    const int walk_first = WALK_QUERIES ? own0 : max(own0 - shape.window + 1, 0) / PLAIN_ROWS * PLAIN_ROWS;
+    const int walk_end = WALK_QUERIES ? min(own0 + PLAIN_ROWS + shape.window - 1, seq) : own0 + 1;
     for (int walk0 = walk_first; walk0 < walk_end; walk0 += PLAIN_ROWS) {
         __syncthreads(); // nobody reads the tiles of the round before
         if (WALK_QUERIES) {
@@ -404,7 +408,7 @@ attention_backward_plain_kernel(float *dqkv, const float *dout, const float *qkv
             for (int c = 0; c < 2; c++) {
                 int own = own0 + 2 * y + r, walk = walk0 + x + 16 * c;
                 int query = WALK_QUERIES ? walk : own, key = WALK_QUERIES ? own : walk;
-                bool seen = key <= query && query < seq;
+                bool seen = key <= query && query < key + shape.window && query < seq;
                 float p = seen ? expf(s[r][c] * scale - lse_head[query]) : 0.0f;
                 tile_p[(2 * y + r) * 33 + x + 16 * c] = p;
                 tile_ds[(2 * y + r) * 33 + x + 16 * c] = seen ? p * (dp[r][c] - rowsum_head[query]) : 0.0f;
@@ -438,14 +442,14 @@ static void attention_backward_plain_launch(Tensor dqkv, Tensor dout, Tensor qkv
     launch_check();
 }
 
-void cuda::attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, int NH, Stream stream) {
-    const AttentionShape shape = attention_shape("attention_backward", qkv, "dout", dout, lse, NH);
+void cuda::attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, int NH, int64_t window, bool deterministic, Stream stream) {
+    const AttentionShape shape = attention_shape("attention_backward", qkv, "dout", dout, lse, NH, window);
     check_act("attention_backward", "dqkv", dqkv, shape.B * shape.T, shape.qkv_stride, qkv.dtype);
     check_act("attention_backward", "out", out, shape.B * shape.T, shape.out_stride, qkv.dtype);
     CHECK(is_aligned(dqkv.data, 16) && is_aligned(out.data, 16), "attention_backward: dqkv and out must be aligned to 16 bytes");
     if (shape.B == 0 || shape.T == 0) return;
     if (qkv.dtype != DTYPE_FP32 && hopper_available()) {
-        attention_backward_hopper(dqkv, dout, qkv, out, lse, shape, stream);
+        attention_backward_hopper(dqkv, dout, qkv, out, lse, shape, deterministic, stream);
         return;
     }
     float *rowsum = (float *)scratch_get(shape.B * NH * shape.T * (int64_t)sizeof(float), stream);

@@ -1,7 +1,7 @@
 // attention_backward_hopper.cu - the backward of attention for compute capability 9.0, on the pieces of hopper.cuh (Dao 2023,
 // "FlashAttention-2"; Shah et al. 2024, "FlashAttention-3"): one kernel, five products, dqkv written once.
 //
-// A task is 128 keys of one head. It walks over the query tiles from the diagonal to the end. Scores are computed with keys
+// A task is 128 keys of one head. It walks over the query tiles from the diagonal to the last that sees one of its keys. Scores are computed with keys
 // down and queries across, so that P^T and dS^T come out of wgmma in the layout in which they go in again:
 //
 //     S^T = K Q^T     dP^T = V dout^T     P^T = exp(S^T - lse)     dS^T = P^T * (dP^T - D)     dv += P^T dout     dk += dS^T Q
@@ -9,7 +9,8 @@
 // dk and dv stay in registers. dq = dS K is a sum over tasks: each adds its part to fp32 sums in global memory, which the
 // L2 holds. For equal bits in every run the parts of a query tile have an order: the task on its diagonal first (it stores
 // instead of adding: nothing needs zeroing), then upwards to the task of the first keys (it rounds and writes dqkv: nothing
-// needs converting). A counter for each query tile says whose turn it is.
+// needs converting). A counter for each query tile says whose turn it is. Whoever can do without equal bits lets the parts between
+// the first and the last come in any order.
 //
 //                  query tile   0   1   2   3      The number is the round of the task in which it meets that query tile. Tasks are
 //     keys   0..127  (task 3)   1   2   3   4      dealt in the order of their numbers: those of a head that begin together
@@ -17,11 +18,12 @@
 //     keys 256..383  (task 1)           1   2      blocks that keep step wait for nobody's turn. A task waits only
 //     keys 384..511  (task 0)               1      for tasks with smaller numbers, all of which are done or in work.
 //
-// A block has four warpgroups. One of its threads draws tasks and loads tiles. Two score groups have 64 keys each and do all but
-// dq; they pass dS on through shared memory. The dq group multiplies it with K and waits for turns.
+// A block has four warpgroups. Three threads of the first draw tasks and load tiles, wait for turns, and give them on. Two score
+// groups have 64 keys each and do all but dq; they pass dS on through shared memory. The dq group multiplies it with K.
 //
 //     load        K, V, Q, dout, lse, D  ->  shared memory, two stages
 //     score 0, 1  S^T, dP^T -> dS^T in shared memory, two stages; dk, dv -> dqkv
+//     turns       counter of a query tile -> the dq group may add to it;  it has added -> counter
 //     dq          dS K -> sums in global memory -> dqkv
 #include "attention.cuh"
 #include "hopper.cuh"
@@ -33,12 +35,17 @@ template <int HEAD> struct HopperBackward {
     static constexpr int D = HEAD;                        // head size, rounded up: 64 or 128
     static constexpr int KEYS = 128;                      // of a task: two score groups of 64
     static constexpr int QUERIES = D == 64 ? 128 : 64;    // of a tile
-    static constexpr int STEP = D == 64 ? 64 : 32;        // queries that a score group has in registers: all that 208 registers allow
     static constexpr int PANELS = D / PANEL_COLUMNS;
     static constexpr int KEY_PANEL = KEYS * PANEL_ROW_BYTES, QUERY_PANEL = QUERIES * PANEL_ROW_BYTES; // bytes
     static constexpr int KEY_TILE = PANELS * KEY_PANEL, QUERY_TILE = PANELS * QUERY_PANEL, DS_TILE = KEYS * QUERIES * 2;
     static constexpr int STATISTICS = QUERIES * (int)sizeof(float);
     static constexpr int DQ_FLOATS = QUERIES * D;         // of a query tile, as two products of 64 x 64
+};
+
+// What a task adds to the dq of a query tile: which one, and whether it is the first to add or the last.
+struct DqPart {
+    int tile, query0, b, h; // in `sums`; the tile's first query, sequence and head
+    bool first, last;
 };
 
 template <int D> struct alignas(1024) HopperBackwardShared {
@@ -47,11 +54,12 @@ template <int D> struct alignas(1024) HopperBackwardShared {
     char q[2][Sizes::QUERY_TILE], dout[2][Sizes::QUERY_TILE];
     char ds[2][Sizes::DS_TILE];                                   // keys down, panels of 64 queries
     float lse2[2][Sizes::QUERIES], rowsum[2][Sizes::QUERIES];
-    uint64_t kv_full[2], kv_empty[2], q_full[2], dout_full[2], query_empty[2], ds_full[2], ds_empty[2];
+    uint64_t kv_full[2], kv_empty[2], q_full[2], dout_full[2], query_empty[2], ds_full[2], ds_empty[2], turn_come[2], added[2], told[2];
     int task[2];                                                  // whose keys these are; negative: there are no more
+    DqPart part[2];
 };
 
-enum { ROLE_LOAD, ROLE_DQ, ROLE_SCORES, BACKWARD_THREADS = 4 * WARPGROUP, BARRIER_DQ = 1, SCORE_WARPS = 8, DQ_WARPS = 4 };
+enum { ROLE_LOAD, ROLE_DQ, ROLE_SCORES, BACKWARD_THREADS = 4 * WARPGROUP, SCORE_WARPS = 8, DQ_WARPS = 4, TURN_THREADS = 2 };
 enum { REGISTERS_LOAD = 24, REGISTERS_DQ = 72, REGISTERS_SCORES = 208 }; // 24 + 72 + 2 * 208 = 4 * 128
 
 template <typename T> struct BackwardWork {
@@ -63,14 +71,16 @@ template <typename T> struct BackwardWork {
     AttentionShape shape;
     int rows, key_tiles, query_tiles, slots, tasks; // rows: T rounded up to whole tiles of keys
     float scale, scale_log2;
+    bool deterministic;           // parts of dq are added in order
 };
 
 struct BackwardTask {
-    int head, b, h, key_tile, first; // first: the query tile on the diagonal
+    int head, b, h, key_tile, first, end; // first: the query tile on the diagonal; end: behind the last that sees one of the keys
 };
 template <typename Sizes, typename T> __device__ static inline BackwardTask backward_task(const BackwardWork<T> &work, int task) {
     const int head = task / work.key_tiles, key_tile = work.key_tiles - 1 - task % work.key_tiles;
-    return {head, head / work.shape.NH, head % work.shape.NH, key_tile, key_tile * Sizes::KEYS / Sizes::QUERIES};
+    const int end = ((key_tile + 1) * Sizes::KEYS + work.shape.window - 2) / Sizes::QUERIES + 1;
+    return {head, head / work.shape.NH, head % work.shape.NH, key_tile, key_tile * Sizes::KEYS / Sizes::QUERIES, min(end, work.query_tiles)};
 }
 
 #ifdef HOPPER_CODE
@@ -91,7 +101,7 @@ __device__ static inline unsigned load_acquire(const unsigned *p) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
     return x;
 }
-__device__ static inline void store_release(unsigned *p, unsigned x) { asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(p), "r"(x) : "memory"); }
+__device__ static inline void count_release(unsigned *p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" :: "l"(p) : "memory"); }
 
 // *p += x in the L2, without waiting for it.
 __device__ static inline void add_float4(float4 *p, float4 x) {
@@ -151,7 +161,7 @@ __device__ static void backward_load(HopperBackwardShared<D> &sh, const CUtensor
             tile_fetch(sh.k[own.stage] + p * Sizes::KEY_PANEL, map_keys, p * PANEL_COLUMNS, NH + task.h, task.key_tile * Sizes::KEYS, task.b, &sh.kv_full[own.stage]);
             tile_fetch(sh.v[own.stage] + p * Sizes::KEY_PANEL, map_keys, p * PANEL_COLUMNS, 2 * NH + task.h, task.key_tile * Sizes::KEYS, task.b, &sh.kv_full[own.stage]);
         }
-        for (int i = task.first; i < work.query_tiles; i++, ring_next<2>(walk)) {
+        for (int i = task.first; i < task.end; i++, ring_next<2>(walk)) {
             const int s = walk.stage, query0 = i * Sizes::QUERIES;
             const int64_t row = (int64_t)task.head * work.rows + query0;
             barrier_wait(&sh.query_empty[s], walk.parity ^ 1);
@@ -166,107 +176,96 @@ __device__ static void backward_load(HopperBackwardShared<D> &sh, const CUtensor
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Role: scores. A group works in steps of STEP queries. Products are asynchronous, and a step overlaps with the next:
+// Role: scores. A group takes a query tile at once, its products and its exponentials one after the other:
 //
-//     exp                              while dP^T of this step and dk of the step before are under way
-//     starts S^T of the next step, dv
-//     dS                               while these two are under way
-//     starts dP^T of the next step, dk
+//     S^T, dP^T started;  exp, while dP^T is under way;  dv started;  dS, while dv is under way;  dk
 //
-// Two groups of products are open at most; each wait closes the older one. (ptxas wants the loop to begin with one open, and
-// S^T and dP^T to be the same registers in every step: hence a loop that runs at least once, and accumulators that are
-// overwritten with wgmma's `add` off instead of being declared anew.)
+// While one group computes exponentials, the other one and the dq group multiply.
 
 template <typename Sizes> struct ScoreRegisters {
-    float dk[Sizes::D / 2], dv[Sizes::D / 2], s[Sizes::STEP / 2], dp[Sizes::STEP / 2]; // S^T and dP^T
-    uint32_t p[Sizes::STEP / 16][4], ds[Sizes::STEP / 16][4];                          // P^T and dS^T, rounded: A operands
+    float dk[Sizes::D / 2], dv[Sizes::D / 2], s[Sizes::QUERIES / 2], dp[Sizes::QUERIES / 2]; // S^T and dP^T
+    uint32_t p[Sizes::QUERIES / 16][4], ds[Sizes::QUERIES / 16][4];                          // P^T and dS^T, rounded: A operands
 };
 
-// S^T or dP^T: the group's 64 keys times STEP queries, over the head size.
-template <typename T, typename Sizes> __device__ static inline void scores_start(float (&s)[Sizes::STEP / 2], uint64_t own, uint64_t walk) {
+// S^T or dP^T: the group's 64 keys times the tile's queries, over the head size.
+template <typename T, typename Sizes> __device__ static inline void scores_start(float (&s)[Sizes::QUERIES / 2], uint64_t own, uint64_t walk) {
     wgmma_fence();
+    wgmma_begin<T, false, false>(s, own, walk);
 #pragma unroll
-    for (int kk = 0; kk < Sizes::D / 16; kk++)
-        wgmma<T, false, false>(s, wgmma_advance(own, kk / 4 * Sizes::KEY_PANEL + kk % 4 * 32), wgmma_advance(walk, kk / 4 * Sizes::QUERY_PANEL + kk % 4 * 32), kk > 0);
+    for (int kk = 1; kk < Sizes::D / 16; kk++)
+        wgmma<T, false, false>(s, wgmma_advance(own, kk / 4 * Sizes::KEY_PANEL + kk % 4 * 32), wgmma_advance(walk, kk / 4 * Sizes::QUERY_PANEL + kk % 4 * 32), true);
+    wgmma_commit();
 }
 
-// dv or dk (+)= P^T dout or dS^T Q, over STEP queries.
-template <typename T, typename Sizes> __device__ static inline void gradient_start(float (&d)[Sizes::D / 2], const uint32_t (&a)[Sizes::STEP / 16][4], uint64_t walk, bool add) {
+// dv or dk (+)= P^T dout or dS^T Q, over the tile's queries.
+template <typename T, typename Sizes> __device__ static inline void gradient_start(float (&d)[Sizes::D / 2], const uint32_t (&a)[Sizes::QUERIES / 16][4], uint64_t walk, bool add) {
     wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < Sizes::STEP / 16; kk++) wgmma<T, true>(d, a[kk], wgmma_advance(walk, kk * 16 * PANEL_ROW_BYTES), kk > 0 || add);
+    for (int kk = 0; kk < Sizes::QUERIES / 16; kk++) wgmma<T, true>(d, a[kk], wgmma_advance(walk, kk * 16 * PANEL_ROW_BYTES), kk > 0 || add);
+    wgmma_commit();
 }
 
-// Step `step` of the query tile in walk.stage; its first query is query0, the warp's first key key0, which is row `own_row` of the
-// key tile. NEXT: another step follows.
-template <typename T, typename Sizes, bool NEXT>
-__device__ static inline void score_step(HopperBackwardShared<Sizes::D> &sh, ScoreRegisters<Sizes> &r, uint64_t k, uint64_t v, Ring walk, int step, int query0, int key0,
-                                         int own_row, bool first, float scale_log2) {
-    constexpr int STEP = Sizes::STEP, STEPS = Sizes::QUERIES / STEP, STEP_BYTES = STEP * PANEL_ROW_BYTES;
+// The query tile in walk.stage; its first query is query0, the warp's first key key0, which is row `own_row` of the key tile.
+template <typename T, typename Sizes>
+__device__ static inline void score_tile(HopperBackwardShared<Sizes::D> &sh, ScoreRegisters<Sizes> &r, uint64_t k, uint64_t v, Ring walk, int query0, int key0, int own_row,
+                                         bool first, int window, float scale_log2) {
+    constexpr int QUERIES = Sizes::QUERIES;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, stage = walk.stage;
-    const float *lse2 = sh.lse2[stage] + step * STEP, *rowsum = sh.rowsum[stage] + step * STEP;
-    Ring next = walk;
-    const int next_step = (step + 1) % STEPS;
-    if (next_step == 0) ring_next<2>(next);
-
+    const float *lse2 = sh.lse2[stage], *rowsum = sh.rowsum[stage];
+    barrier_wait(&sh.q_full[stage], walk.parity);
+    scores_start<T, Sizes>(r.s, k, wgmma_rows(sh.q[stage]));
+    wgmma_wait<0>();
+    wgmma_hold(r.s);
     if (query0 < key0 + 15) { // on the diagonal; keys beyond the sequence come after every query too
 #pragma unroll
-        for (int n = 0; n < STEP / 8; n++)
+        for (int n = 0; n < QUERIES / 8; n++)
 #pragma unroll
             for (int e = 0; e < 4; e++)
                 if (query0 + 8 * n + 2 * t + e % 2 < key0 + g + e / 2 * 8) r.s[4 * n + e] = -INFINITY;
     }
+    if (query0 + QUERIES > key0 + window) { // queries that have left a key behind
 #pragma unroll
-    for (int n = 0; n < STEP / 8; n++) {
+        for (int n = 0; n < QUERIES / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                if (query0 + 8 * n + 2 * t + e % 2 >= key0 + window + g + e / 2 * 8) r.s[4 * n + e] = -INFINITY;
+    }
+#pragma unroll
+    for (int n = 0; n < QUERIES / 8; n++) {
         const float2 l = *reinterpret_cast<const float2 *>(lse2 + 8 * n + 2 * t);
         r.p[n / 2][n % 2 * 2] = pack2<T>(exp2_fast(r.s[4 * n] * scale_log2 - l.x), exp2_fast(r.s[4 * n + 1] * scale_log2 - l.y));
         r.p[n / 2][n % 2 * 2 + 1] = pack2<T>(exp2_fast(r.s[4 * n + 2] * scale_log2 - l.x), exp2_fast(r.s[4 * n + 3] * scale_log2 - l.y));
     }
     wgmma_hold(r.p);
-    if (NEXT) {
-        if (next_step == 0) barrier_wait(&sh.q_full[next.stage], next.parity);
-        scores_start<T, Sizes>(r.s, k, wgmma_rows(sh.q[next.stage] + next_step * STEP_BYTES));
-    }
-    gradient_start<T, Sizes>(r.dv, r.p, wgmma_columns(sh.dout[stage] + step * STEP_BYTES, Sizes::QUERY_PANEL), !first);
-    wgmma_commit();
-
-    wgmma_wait<1>(); // for dP^T of this step and dk of the one before
+    barrier_wait(&sh.dout_full[stage], walk.parity);
+    scores_start<T, Sizes>(r.dp, v, wgmma_rows(sh.dout[stage]));
+    gradient_start<T, Sizes>(r.dv, r.p, wgmma_columns(sh.dout[stage], Sizes::QUERY_PANEL), !first);
+    wgmma_wait<1>(); // for dP^T
     wgmma_hold(r.dp);
-    wgmma_hold(r.ds);
-    if (step == 0 && !first && lane == 0) barrier_arrive(&sh.query_empty[stage ^ 1]);
 #pragma unroll
-    for (int n = 0; n < STEP / 8; n++) {
+    for (int n = 0; n < QUERIES / 8; n++) {
         const float2 d = *reinterpret_cast<const float2 *>(rowsum + 8 * n + 2 * t);
         const float2 p0 = unpack2<T>(r.p[n / 2][n % 2 * 2]), p1 = unpack2<T>(r.p[n / 2][n % 2 * 2 + 1]);
         r.ds[n / 2][n % 2 * 2] = pack2<T>(p0.x * (r.dp[4 * n] - d.x), p0.y * (r.dp[4 * n + 1] - d.y));
         r.ds[n / 2][n % 2 * 2 + 1] = pack2<T>(p1.x * (r.dp[4 * n + 2] - d.x), p1.y * (r.dp[4 * n + 3] - d.y));
     }
     wgmma_hold(r.ds);
-    if (NEXT) {
-        if (next_step == 0) barrier_wait(&sh.dout_full[next.stage], next.parity);
-        scores_start<T, Sizes>(r.dp, v, wgmma_rows(sh.dout[next.stage] + next_step * STEP_BYTES));
-    }
-    if (step == 0) barrier_wait(&sh.ds_empty[stage], walk.parity ^ 1);
+    barrier_wait(&sh.ds_empty[stage], walk.parity ^ 1);
 #pragma unroll
-    for (int kk = 0; kk < STEP / 16; kk++) {
-        const int q16 = step * (STEP / 16) + kk; // 16 queries: two pieces of a panel's four times two
-        stmatrix_x4(panel_piece(sh.ds[stage] + q16 / 4 * Sizes::KEY_PANEL, own_row + lane % 16, q16 % 4 * 2 + lane / 16), r.ds[kk][0], r.ds[kk][1], r.ds[kk][2], r.ds[kk][3]);
-    }
-    if (step == STEPS - 1) {
-        shared_written();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&sh.ds_full[stage]);
-    }
-    gradient_start<T, Sizes>(r.dk, r.ds, wgmma_columns(sh.q[stage] + step * STEP_BYTES, Sizes::QUERY_PANEL), !first);
-    wgmma_commit();
-    wgmma_wait<NEXT>(); // for S^T of the next step and dv of this one, or for all
-    wgmma_hold(r.s);
+    for (int q16 = 0; q16 < QUERIES / 16; q16++) // 16 queries: two pieces of a panel's four times two
+        stmatrix_x4(panel_piece(sh.ds[stage] + q16 / 4 * Sizes::KEY_PANEL, own_row + lane % 16, q16 % 4 * 2 + lane / 16), r.ds[q16][0], r.ds[q16][1], r.ds[q16][2], r.ds[q16][3]);
+    shared_written();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&sh.ds_full[stage]);
+    gradient_start<T, Sizes>(r.dk, r.ds, wgmma_columns(sh.q[stage], Sizes::QUERY_PANEL), !first);
+    wgmma_wait<0>();
     wgmma_hold(r.p);
+    wgmma_hold(r.ds);
+    if (lane == 0) barrier_arrive(&sh.query_empty[stage]);
 }
 
 template <typename T, int D> __device__ static void backward_scores(HopperBackwardShared<D> &sh, const BackwardWork<T> &work, int group) {
     using Sizes = HopperBackward<D>;
-    constexpr int STEP = Sizes::STEP;
     const int lane = threadIdx.x % 32, warp = threadIdx.x % WARPGROUP / 32, own_row = 64 * group + 16 * warp;
     Ring own = {0, 0}, walk = {0, 0};
     for (;; ring_next<2>(own)) {
@@ -277,38 +276,52 @@ template <typename T, int D> __device__ static void backward_scores(HopperBackwa
         const uint64_t k = wgmma_rows(sh.k[own.stage] + group * 64 * PANEL_ROW_BYTES), v = wgmma_rows(sh.v[own.stage] + group * 64 * PANEL_ROW_BYTES);
         const int key0 = task.key_tile * Sizes::KEYS + own_row;
         ScoreRegisters<Sizes> r;
-        barrier_wait(&sh.q_full[walk.stage], walk.parity);
-        scores_start<T, Sizes>(r.s, k, wgmma_rows(sh.q[walk.stage]));
-        wgmma_commit();
-        barrier_wait(&sh.dout_full[walk.stage], walk.parity);
-        scores_start<T, Sizes>(r.dp, v, wgmma_rows(sh.dout[walk.stage]));
-        wgmma_commit();
-        wgmma_wait<1>();
-        wgmma_hold(r.s);
-        int query0 = task.first * Sizes::QUERIES, step = 0;
-        bool first = true;
+        int i = task.first;
 #pragma unroll 1
-        do { // a tile has at least two steps
-            score_step<T, Sizes, true>(sh, r, k, v, walk, step, query0, key0, own_row, first, work.scale_log2);
-            first = false;
-            query0 += STEP;
-            if (++step == Sizes::QUERIES / STEP) {
-                step = 0;
-                ring_next<2>(walk);
-            }
-        } while (query0 + STEP < work.rows);
-        score_step<T, Sizes, false>(sh, r, k, v, walk, step, query0, key0, own_row, false, work.scale_log2);
+        do { // a task has at least one tile: ptxas wants to know it
+            score_tile<T, Sizes>(sh, r, k, v, walk, i * Sizes::QUERIES, key0, own_row, i == task.first, work.shape.window, work.scale_log2);
+            ring_next<2>(walk);
+        } while (++i < task.end);
         wgmma_hold(r.dk);
         wgmma_hold(r.dv);
-        if (lane == 0) {
-            barrier_arrive(&sh.query_empty[walk.stage]);
-            barrier_arrive(&sh.kv_empty[own.stage]);
-        }
-        ring_next<2>(walk);
+        if (lane == 0) barrier_arrive(&sh.kv_empty[own.stage]);
         const int row0 = task.key_tile * Sizes::KEYS + 64 * group;
         T *dk = work.dqkv + ((int64_t)task.b * work.shape.T + row0) * work.shape.qkv_stride + work.shape.out_stride + (int64_t)task.h * work.shape.HS;
         store_product<T>(dk, work.shape.qkv_stride, work.shape.T - row0, work.shape.HS, r.dk, work.scale);
         store_product<T>(dk + work.shape.out_stride, work.shape.qkv_stride, work.shape.T - row0, work.shape.HS, r.dv, 1.0f);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Roles: turns. Two threads go over the query tiles with the dq group, so that it never waits for global memory: one tells it
+// when its turn has come and what to do then, the other tells the world when it has added.
+
+template <typename T, int D> __device__ static void backward_turns(HopperBackwardShared<D> &sh, const BackwardWork<T> &work, bool give) {
+    using Sizes = HopperBackward<D>;
+    Ring own = {0, 0}, walk = {0, 0};
+    for (;; ring_next<2>(own)) {
+        barrier_wait(&sh.kv_full[own.stage], own.parity);
+        const int id = sh.task[own.stage];
+        if (id < 0) return;
+        barrier_arrive(&sh.kv_empty[own.stage]);
+        const BackwardTask task = backward_task<Sizes>(work, id);
+        for (int i = task.first; i < task.end; i++, ring_next<2>(walk)) {
+            unsigned *turns = work.turns + task.head % work.slots * work.query_tiles + i;
+            if (give) {
+                barrier_wait(&sh.added[walk.stage], walk.parity);
+                count_release(turns);
+                barrier_arrive(&sh.told[walk.stage]);
+                continue;
+            }
+            // The key tiles diagonal .. lowest add to this query tile, `last` + 1 of them; `before` of these come before this one.
+            const int query0 = i * Sizes::QUERIES, diagonal = query0 / Sizes::KEYS, lowest = max(query0 - work.shape.window + 1, 0) / Sizes::KEYS;
+            const int last = diagonal - lowest, before = diagonal - task.key_tile, earlier = task.head / work.slots; // heads that had the slot
+            const unsigned from = (unsigned)(earlier * (last + 1) + (work.deterministic || before == last ? before : min(before, 1)));
+            barrier_wait(&sh.told[walk.stage], walk.parity ^ 1);
+            sh.part[walk.stage] = {task.head % work.slots * work.query_tiles + i, query0, task.b, task.h, before == 0, before == last};
+            while ((int)(load_acquire(turns) - from) < 0) {}
+            barrier_arrive(&sh.turn_come[walk.stage]);
+        }
     }
 }
 
@@ -326,13 +339,8 @@ template <typename T, int D> __device__ static void backward_dq(HopperBackwardSh
         const int id = __shfl_sync(0xffffffffu, sh.task[own.stage], 0);
         if (id < 0) return;
         const BackwardTask task = backward_task<Sizes>(work, id);
-        const int slot = task.head % work.slots, earlier = task.head / work.slots; // heads that had the slot
 #pragma unroll 1
-        for (int i = task.first; i < work.query_tiles; i++, ring_next<2>(walk)) {
-            const int diagonal = i * Sizes::QUERIES / Sizes::KEYS; // the key tiles diagonal .. 0 add to this query tile
-            const unsigned turn = (unsigned)(earlier * (diagonal + 1) + diagonal - task.key_tile);
-            unsigned *turns = work.turns + (int64_t)slot * work.query_tiles + i;
-            float4 *sums = reinterpret_cast<float4 *>(work.sums + ((int64_t)slot * work.query_tiles + i) * Sizes::DQ_FLOATS) + thread;
+        for (int left = task.end - task.first; left > 0; left--, ring_next<2>(walk)) {
             barrier_wait(&sh.ds_full[walk.stage], walk.parity);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -349,14 +357,13 @@ template <typename T, int D> __device__ static void backward_dq(HopperBackwardSh
                 wgmma_hold(dq);
                 if (half == 1 && lane == 0) {
                     barrier_arrive(&sh.ds_empty[walk.stage]);
-                    if (i == work.query_tiles - 1) barrier_arrive(&sh.kv_empty[own.stage]);
+                    if (left == 1) barrier_arrive(&sh.kv_empty[own.stage]);
                 }
-                if (half == 0) {
-                    if (thread == 0) while (load_acquire(turns) != turn) {}
-                    named_sync(BARRIER_DQ, WARPGROUP);
-                }
-                if (task.key_tile == 0) {
-                    if (diagonal > 0) {
+                if (half == 0) barrier_wait(&sh.turn_come[walk.stage], walk.parity);
+                const DqPart &part = sh.part[walk.stage];
+                float4 *sums = reinterpret_cast<float4 *>(work.sums + (int64_t)part.tile * Sizes::DQ_FLOATS) + thread;
+                if (part.last) {
+                    if (!part.first) {
 #pragma unroll
                         for (int f = 0; f < 8; f++) {
                             const float4 x = __ldcg(sums + (half * 8 + f) * WARPGROUP);
@@ -366,10 +373,10 @@ template <typename T, int D> __device__ static void backward_dq(HopperBackwardSh
                             dq[4 * f + 3] += x.w;
                         }
                     }
-                    const int row0 = i * Sizes::QUERIES + half * ROWS, column0 = half * COLUMNS;
-                    T *dst = work.dqkv + ((int64_t)task.b * work.shape.T + row0) * work.shape.qkv_stride + (int64_t)task.h * work.shape.HS + column0;
+                    const int row0 = part.query0 + half * ROWS, column0 = half * COLUMNS;
+                    T *dst = work.dqkv + ((int64_t)part.b * work.shape.T + row0) * work.shape.qkv_stride + part.h * work.shape.HS + column0;
                     store_product<T>(dst, work.shape.qkv_stride, work.shape.T - row0, work.shape.HS - column0, dq, work.scale);
-                } else if (task.key_tile == diagonal) {
+                } else if (part.first) {
 #pragma unroll
                     for (int f = 0; f < 8; f++) __stcg(sums + (half * 8 + f) * WARPGROUP, make_float4(dq[4 * f], dq[4 * f + 1], dq[4 * f + 2], dq[4 * f + 3]));
                 } else {
@@ -377,8 +384,8 @@ template <typename T, int D> __device__ static void backward_dq(HopperBackwardSh
                     for (int f = 0; f < 8; f++) add_float4(sums + (half * 8 + f) * WARPGROUP, make_float4(dq[4 * f], dq[4 * f + 1], dq[4 * f + 2], dq[4 * f + 3]));
                 }
             }
-            named_sync(BARRIER_DQ, WARPGROUP); // all have added
-            if (thread == 0) store_release(turns, turn + 1);
+            __syncwarp(); // all lanes have added
+            if (lane == 0) barrier_arrive(&sh.added[walk.stage]);
         }
     }
 }
@@ -397,12 +404,15 @@ attention_backward_hopper_kernel(const __grid_constant__ CUtensorMap map_keys, c
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             barrier_init(&sh.kv_full[i], 1);
-            barrier_init(&sh.kv_empty[i], SCORE_WARPS + DQ_WARPS);
+            barrier_init(&sh.kv_empty[i], SCORE_WARPS + DQ_WARPS + TURN_THREADS);
             barrier_init(&sh.q_full[i], 1);
             barrier_init(&sh.dout_full[i], 1);
             barrier_init(&sh.query_empty[i], SCORE_WARPS);
             barrier_init(&sh.ds_full[i], SCORE_WARPS);
             barrier_init(&sh.ds_empty[i], DQ_WARPS);
+            barrier_init(&sh.turn_come[i], 1);
+            barrier_init(&sh.added[i], DQ_WARPS);
+            barrier_init(&sh.told[i], 1);
         }
         barrier_init_done();
     }
@@ -411,6 +421,7 @@ attention_backward_hopper_kernel(const __grid_constant__ CUtensorMap map_keys, c
     if (role == ROLE_LOAD) {
         registers_decrease<REGISTERS_LOAD>();
         if (threadIdx.x == 0) backward_load<T, D>(sh, &map_keys, &map_queries, &map_dout, work);
+        else if (threadIdx.x == 32 || threadIdx.x == 64) backward_turns<T, D>(sh, work, threadIdx.x == 64); // warps of their own
     } else if (role == ROLE_DQ) {
         registers_decrease<REGISTERS_DQ>();
         backward_dq<T, D>(sh, work);
@@ -474,7 +485,7 @@ int64_t attention_backward_hopper_scratch(int64_t heads, int64_t T, int64_t HS, 
     return (2 * p.statistics + p.sums + p.counters) * (int64_t)sizeof(float);
 }
 
-template <typename T, int D> static void backward_launch(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, Stream stream) {
+template <typename T, int D> static void backward_launch(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, bool deterministic, Stream stream) {
     using Sizes = HopperBackward<D>;
     const cudaStream_t s = (cudaStream_t)stream;
     const int64_t B = shape.B, NH = shape.NH, seq = shape.T, HS = shape.HS;
@@ -485,7 +496,7 @@ template <typename T, int D> static void backward_launch(Tensor dqkv, Tensor dou
     unsigned *turns = (unsigned *)(sums + p.sums);
     const float scale = 1.0f / sqrtf((float)HS);
     const BackwardWork<T> work = {elements<T>(dqkv), lse2, rowsum, sums, turns, turns + p.counters - 1, shape, (int)p.rows, (int)p.key_tiles,
-                                  (int)p.query_tiles, (int)p.slots, (int)p.tasks, scale, scale * LOG2E};
+                                  (int)p.query_tiles, (int)p.slots, (int)p.tasks, scale, scale * LOG2E, deterministic};
 
     constexpr int LANES = D / 8;
     attention_backward_prepare_kernel<T, LANES><<<grid_blocks(ceil_div(max_i64(p.statistics * LANES, p.counters), 256)), 256, 0, s>>>(
@@ -502,12 +513,12 @@ template <typename T, int D> static void backward_launch(Tensor dqkv, Tensor dou
     launch_check();
 }
 
-template <typename T> static void backward_launch_head_size(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, Stream stream) {
-    if (shape.HS <= 64) backward_launch<T, 64>(dqkv, dout, qkv, out, lse, shape, stream);
-    else backward_launch<T, 128>(dqkv, dout, qkv, out, lse, shape, stream);
+template <typename T> static void backward_launch_head_size(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, bool deterministic, Stream stream) {
+    if (shape.HS <= 64) backward_launch<T, 64>(dqkv, dout, qkv, out, lse, shape, deterministic, stream);
+    else backward_launch<T, 128>(dqkv, dout, qkv, out, lse, shape, deterministic, stream);
 }
 
-void attention_backward_hopper(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, Stream stream) {
-    if (qkv.dtype == DTYPE_BF16) backward_launch_head_size<__nv_bfloat16>(dqkv, dout, qkv, out, lse, shape, stream);
-    else backward_launch_head_size<__half>(dqkv, dout, qkv, out, lse, shape, stream);
+void attention_backward_hopper(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, AttentionShape shape, bool deterministic, Stream stream) {
+    if (qkv.dtype == DTYPE_BF16) backward_launch_head_size<__nv_bfloat16>(dqkv, dout, qkv, out, lse, shape, deterministic, stream);
+    else backward_launch_head_size<__half>(dqkv, dout, qkv, out, lse, shape, deterministic, stream);
 }

@@ -31,7 +31,7 @@ attention_forward_kernel(T *out, float *lse, const T *qkv, AttentionShape shape,
     const int seq = shape.T, HS = shape.HS, lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     const T *q = qkv + (int64_t)at.b * seq * shape.qkv_stride + (int64_t)at.h * HS, *k = q + shape.out_stride, *v = k + shape.out_stride;
     const int q0 = at.row0, warp_q0 = q0 + warp * 16 * MT;
-    const int n_tiles = (min(q0 + BM, seq) + BN - 1) / BN; // key tiles that some query of the block may see
+    const int window = shape.window, j0 = max(q0 - window + 1, 0) / BN, n_tiles = (min(q0 + BM, seq) + BN - 1) / BN; // key tiles j0 .. n_tiles - 1 are seen
 
     uint32_t frag_q[MT][D / 16][4];
     float o[MT][D / 8][4], largest[MT][2], sum[MT][2]; // [..][0] for row g, [..][1] for row g + 8 of each piece
@@ -44,9 +44,9 @@ attention_forward_kernel(T *out, float *lse, const T *qkv, AttentionShape shape,
     }
 
     tile_load<T, D, BM>(tile_q, q, shape.qkv_stride, q0, seq, HS);
-    tile_load<T, D, BN>(tiles_k, k, shape.qkv_stride, 0, seq, HS);
-    tile_load<T, D, BN>(tiles_v, v, shape.qkv_stride, 0, seq, HS);
-    for (int j = 0; j < n_tiles; j++) {
+    tile_load<T, D, BN>(tiles_k + j0 % 2 * TILE, k, shape.qkv_stride, j0 * BN, seq, HS);
+    tile_load<T, D, BN>(tiles_v + j0 % 2 * TILE, v, shape.qkv_stride, j0 * BN, seq, HS);
+    for (int j = j0; j < n_tiles; j++) {
         const T *tile_k = tiles_k + j % 2 * TILE, *tile_v = tiles_v + j % 2 * TILE;
         copy_async_wait_all(); // this thread's part of tile j has come
         __syncthreads();       // everybody's has, and nobody reads tile j - 1 any more: its place takes tile j + 1
@@ -54,14 +54,14 @@ attention_forward_kernel(T *out, float *lse, const T *qkv, AttentionShape shape,
             tile_load<T, D, BN>(tiles_k + (j + 1) % 2 * TILE, k, shape.qkv_stride, (j + 1) * BN, seq, HS);
             tile_load<T, D, BN>(tiles_v + (j + 1) % 2 * TILE, v, shape.qkv_stride, (j + 1) * BN, seq, HS);
         }
-        if (j == 0) {
+        if (j == j0) {
 #pragma unroll
             for (int m = 0; m < MT; m++)
 #pragma unroll
                 for (int kk = 0; kk < D / 16; kk++) load_a<T, D>(frag_q[m][kk], tile_q, (warp * MT + m) * 16, kk);
         }
         const int k0 = j * BN;
-        if (k0 > warp_q0 + 16 * MT - 1) continue; // all keys come after all queries of this warp
+        if (k0 > warp_q0 + 16 * MT - 1 || k0 + BN - 1 + window <= warp_q0) continue; // all queries of this warp come before all keys, or have left them behind
 
         float s[MT][BN / 8][4];
 #pragma unroll
@@ -89,6 +89,15 @@ attention_forward_kernel(T *out, float *lse, const T *qkv, AttentionShape shape,
                     for (int e = 0; e < 4; e++)
                         if (k0 + n * 8 + 2 * t + e % 2 > warp_q0 + m * 16 + g + e / 2 * 8) s[m][n][e] = -INFINITY;
         }
+        if (k0 + window <= warp_q0 + 16 * MT - 1) { // some query has left some key behind
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++)
+                        if (k0 + n * 8 + 2 * t + e % 2 + window <= warp_q0 + m * 16 + g + e / 2 * 8) s[m][n][e] = -INFINITY;
+        }
 
 #pragma unroll
         for (int m = 0; m < MT; m++)
@@ -99,8 +108,9 @@ attention_forward_kernel(T *out, float *lse, const T *qkv, AttentionShape shape,
                 for (int n = 0; n < BN / 8; n++) top = fmaxf(top, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
                 top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1)); // the four lanes of a row
                 top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-                // Every row sees key 0 in tile 0, so `top` is finite from then on and the first shrink is 2^-inf = 0.
-                float shrink = exp2_fast((largest[m][half] - top) * scale_log2), offset = top * scale_log2, part = 0;
+                // Until a row has seen its first key, `top` is -infinity, and any finite offset makes its exponentials 2^-inf = 0.
+                const float reference = top == -INFINITY ? 0.0f : top, offset = reference * scale_log2;
+                float shrink = exp2_fast((largest[m][half] - reference) * scale_log2), part = 0;
                 largest[m][half] = top;
 #pragma unroll
                 for (int n = 0; n < BN / 8; n++) {
@@ -148,7 +158,7 @@ attention_forward_kernel(T *out, float *lse, const T *qkv, AttentionShape shape,
             if (t == 0 && row < seq)
                 lse[((int64_t)at.b * shape.NH + at.h) * seq + row] = largest[m][half] * scale_log2 * LN2 + logf(total);
         }
-        // The queries are in registers since tile 0: this warp's rows of their tile are free.
+        // The queries are in registers since the first tile: this warp's rows of their tile are free.
         store_rows<T, D>(out_head, shape.out_stride, tile_q, (warp * MT + m) * 16, q0, seq, HS, o[m], inverse[0], inverse[1]);
     }
 }
@@ -182,7 +192,7 @@ attention_forward_plain_kernel(float *out, float *lse, const float *qkv, Attenti
 #pragma unroll
     for (int j = 0; j < PLAIN_COLUMNS; j++) o[0][j] = o[1][j] = 0;
     plain_tile_load(tile_q, q, shape.qkv_stride, q0, seq, HS);
-    for (int k0 = 0; k0 <= q0; k0 += PLAIN_ROWS) {
+    for (int k0 = max(q0 - shape.window + 1, 0) / PLAIN_ROWS * PLAIN_ROWS; k0 <= q0; k0 += PLAIN_ROWS) {
         __syncthreads(); // nobody reads the tiles of the round before
         plain_tile_load(tile_k, k, shape.qkv_stride, k0, seq, HS);
         plain_tile_load(tile_v, v, shape.qkv_stride, k0, seq, HS);
@@ -190,14 +200,18 @@ attention_forward_plain_kernel(float *out, float *lse, const float *qkv, Attenti
         float s[2][2];
         plain_scores(s, tile_q, tile_k, x, y, HS);
         for (int r = 0; r < 2; r++) {
-            for (int c = 0; c < 2; c++) s[r][c] = k0 + x + 16 * c <= q0 + 2 * y + r ? s[r][c] * scale : -INFINITY;
+            for (int c = 0; c < 2; c++) {
+                const int behind = q0 + 2 * y + r - (k0 + x + 16 * c); // how far the query is behind the key
+                s[r][c] = behind >= 0 && behind < shape.window ? s[r][c] * scale : -INFINITY;
+            }
             float top = fmaxf(s[r][0], s[r][1]);
             for (int offset = 8; offset > 0; offset >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
-            top = fmaxf(top, largest[r]); // finite: key 0 is in the first tile
-            float shrink = expf(largest[r] - top), part = 0;
+            top = fmaxf(top, largest[r]);
+            const float reference = top == -INFINITY ? 0.0f : top; // until the row has seen its first key
+            float shrink = expf(largest[r] - reference), part = 0;
             largest[r] = top;
             for (int c = 0; c < 2; c++) {
-                float p = expf(s[r][c] - top);
+                float p = expf(s[r][c] - reference);
                 part += p;
                 tile_p[(2 * y + r) * 33 + x + 16 * c] = p;
             }
@@ -226,8 +240,8 @@ static void attention_forward_plain_launch(Tensor out, Tensor lse, Tensor qkv, A
     launch_check();
 }
 
-void cuda::attention_forward(Tensor out, Tensor lse, Tensor qkv, int NH, Stream stream) {
-    const AttentionShape shape = attention_shape("attention_forward", qkv, "out", out, lse, NH);
+void cuda::attention_forward(Tensor out, Tensor lse, Tensor qkv, int NH, int64_t window, Stream stream) {
+    const AttentionShape shape = attention_shape("attention_forward", qkv, "out", out, lse, NH, window);
     if (shape.B == 0 || shape.T == 0) return;
     if (qkv.dtype != DTYPE_FP32 && hopper_available()) {
         attention_forward_hopper(out, lse, qkv, shape, stream);

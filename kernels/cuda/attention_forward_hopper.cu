@@ -37,7 +37,7 @@ template <int HEAD, int CONSUMERS, int KEYS, int RING, bool IN_TURN> struct Hopp
     static constexpr int PANELS = (D + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
     static constexpr int THREADS = WARPGROUP * (GROUPS + 1);
     // A block begins with 64 K registers / THREADS, rounded down to 8, for each thread; the producer gives of its own.
-    static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 24, CONSUMER_REGISTERS = GROUPS == 2 ? 232 : 112;
+    static constexpr int PRODUCER_REGISTERS = GROUPS == 2 ? 40 : 32, CONSUMER_REGISTERS = GROUPS == 2 ? 232 : 112;
     static constexpr int PANEL_Q = 64 * PANEL_ROW_BYTES, PANEL_KV = BN * PANEL_ROW_BYTES; // bytes
     static constexpr int TILE_Q = PANELS * PANEL_Q, TILE_KV = PANELS * PANEL_KV;
     static_assert(BN % 64 == 0, "the diagonal of a group's 64 queries lies in one tile of keys");
@@ -53,9 +53,9 @@ typedef HopperForward<96, 2, 128, 2, true> HopperForward96;
 typedef HopperForward<128, 2, 128, 2, true> HopperForward128;
 
 // A tile of queries: sequence, head, first query (negative where a head's first tile is not full) and the tiles of keys that
-// it sees. n = 0: there are no more.
-struct alignas(16) ForwardTile {
-    int b, h, q0, n;
+// it sees, first .. end - 1. end = 0: there are no more.
+struct ForwardTile {
+    int b, h, q0, first, end;
 };
 
 template <typename S> struct alignas(1024) HopperForwardShared {
@@ -76,7 +76,7 @@ typedef struct {
 template <typename S> __device__ static inline ForwardTile forward_tile(const AttentionShape &shape, const ForwardOrder &order, int i) {
     const int in_group = order.group * order.q_tiles, first = i / in_group * order.group, rest = i % in_group;
     const int group = min(order.group, order.heads - first), head = first + rest % group, q0 = order.end - (rest / group + 1) * S::BM;
-    return {head / shape.NH, head % shape.NH, q0, (min(q0 + S::BM, shape.T) + S::BN - 1) / S::BN};
+    return {head / shape.NH, head % shape.NH, q0, max(q0 - shape.window + 1, 0) / S::BN, (min(q0 + S::BM, shape.T) + S::BN - 1) / S::BN};
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -87,6 +87,13 @@ template <int N> __device__ static inline void mask_diagonal(float (&s)[N], int 
 #pragma unroll
     for (int i = 0; i < N; i++)
         if (key + i / 4 * 8 + i % 2 > row + i % 4 / 2 * 8) s[i] = -INFINITY;
+}
+
+// Likewise the keys up to `row`, which the window of this lane's query of rows g has left behind.
+template <int N> __device__ static inline void mask_window(float (&s)[N], int row, int key) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (key + i / 4 * 8 + i % 2 <= row + i % 4 / 2 * 8) s[i] = -INFINITY;
 }
 
 // What a lane knows of its rows g, [0], and g + 8, [1]: the exponent that everything is relative to, in powers of 2, and the
@@ -165,12 +172,12 @@ template <typename S> __device__ static inline void forward_produce(HopperForwar
     for (int i = blockIdx.x; i < order.heads * order.q_tiles; ring_next<2>(q)) {
         const ForwardTile tile = forward_tile<S>(shape, order, i);
         i = gridDim.x + atomicAdd(order.taken, 1u);
-        for (int j = tile.n - 1; j >= 0; j--) {
+        for (int j = tile.end - 1; j >= tile.first; j--) {
             barrier_wait(&m.k_empty[at.stage], at.parity ^ 1);
             barrier_arrive_expect(&m.k_full[at.stage], S::TILE_KV);
             for (int p = 0; p < S::PANELS; p++)
                 tile_fetch(m.k[at.stage] + p * S::PANEL_KV, map_kv, p * 64, shape.NH + tile.h, j * S::BN, tile.b, &m.k_full[at.stage]);
-            if (j == tile.n - 1) { // after the keys, whose place is free earlier
+            if (j == tile.end - 1) { // after the keys, whose place is free earlier
                 barrier_wait(&m.q_empty[q.stage], q.parity ^ 1);
                 m.tile[q.stage] = tile;
                 barrier_arrive_expect(&m.q_full[q.stage], S::GROUPS * S::TILE_Q);
@@ -186,7 +193,7 @@ template <typename S> __device__ static inline void forward_produce(HopperForwar
         }
     }
     barrier_wait(&m.q_empty[q.stage], q.parity ^ 1);
-    m.tile[q.stage].n = 0;
+    m.tile[q.stage].end = 0;
     barrier_arrive(&m.q_full[q.stage]);
 }
 
@@ -236,9 +243,9 @@ template <typename T, typename S> __device__ static inline void forward_consume(
     for (bool pending = false;; pending = true) {
         barrier_wait(&m.q_full[q.stage], q.parity);
         tile = m.tile[q.stage];
-        if (tile.n == 0) break;
-        const int row0 = tile.q0 + 64 * group, row = row0 + 16 * warp + g, diagonal = min(max(row0, 0) / S::BN, tile.n - 1);
-        int j = tile.n - 1;
+        if (tile.end == 0) break;
+        const int row0 = tile.q0 + 64 * group, row = row0 + 16 * warp + g, diagonal = min(max(row0, 0) / S::BN, tile.end - 1);
+        int j = tile.end - 1;
         for (; j > diagonal; j--) { // tiles of keys that only the later groups see
             barrier_wait(&m.k_full[k.stage], k.parity);
             if (lane == 0) barrier_arrive(&m.k_empty[k.stage]);
@@ -257,6 +264,7 @@ template <typename T, typename S> __device__ static inline void forward_consume(
         if (lane == 0) barrier_arrive(&m.k_empty[k.stage]);
         ring_next<S::STAGES>(k);
         mask_diagonal(s, row, j * S::BN + 2 * t);
+        if (j * S::BN + shape.window <= row0 + 63) mask_window(s, row - shape.window, j * S::BN + 2 * t);
         rows_before = rows;
         softmax_tile<true>(s, rows, shrink, scale_log2);
         wgmma_hold(s);
@@ -272,12 +280,12 @@ template <typename T, typename S> __device__ static inline void forward_consume(
         pack_p<T>(p, s);
 #pragma unroll
         for (int i = 0; i < S::D / 2; i++) o[i] = 0;
-        for (int skipped = tile.n - 1 - diagonal; skipped > 0; skipped--) {
+        for (int skipped = tile.end - 1 - diagonal; skipped > 0; skipped--) {
             barrier_wait(&m.v_full[v.stage], v.parity);
             if (lane == 0) barrier_arrive(&m.v_empty[v.stage]);
             ring_next<S::STAGES>(v);
         }
-        while (--j >= 0) {
+        while (--j >= tile.first) {
             barrier_wait(&m.k_full[k.stage], k.parity);
             if (S::TURNS) named_sync(my_turn, 2 * WARPGROUP);
             scores_begin<T, S>(s, m.q[q.stage][group], m.k[k.stage]);
@@ -288,6 +296,7 @@ template <typename T, typename S> __device__ static inline void forward_consume(
             wgmma_hold(s);
             if (lane == 0) barrier_arrive(&m.k_empty[k.stage]);
             ring_next<S::STAGES>(k);
+            if (j * S::BN + shape.window <= row0 + 63) mask_window(s, row - shape.window, j * S::BN + 2 * t);
             const bool moved = softmax_tile<false>(s, rows, shrink, scale_log2);
             wgmma_hold(s);
             if (moved) { // rare, but without a branch here the compiler moves the wait up, over the exponentials

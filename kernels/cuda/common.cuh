@@ -1,7 +1,8 @@
 // common.cuh - what the CUDA kernels share: error checks, the dtype switch, vector loads, reductions, scratch memory.
 //
 // Rules of this folder: every CUDA call is wrapped in cudaCheck, every launch is followed by launch_check; element
-// counts are 64-bit; no atomics that leave the order of a sum open: equal inputs give equal bits; a launcher has one dtype switch.
+// counts are 64-bit; no atomics that leave the order of a sum open, but where the caller says deterministic = false: equal inputs
+// give equal bits; a launcher has one dtype switch.
 #pragma once
 #include "../kernels.h"
 #include <cuda_bf16.h>

@@ -270,13 +270,19 @@ WGMMA_DEFINE(80, 40, 41, 42, 43, 44, 45, 46)
 WGMMA_DEFINE(96, 48, 49, 50, 51, 52, 53, 54)
 WGMMA_DEFINE(128, 64, 65, 66, 67, 68, 69, 70)
 
-// d = a b, N = 64. As wgmma without `add`, but for the compiler d begins here: nothing has to hold it before.
+// wgmma_begin<T, A_MN, B_MN>(d, a, b): d = a b, N = 64 or 128. As wgmma without `add`, but for the compiler d begins here: nothing
+// has to hold it before.
 #define WGMMA_BEGIN_D8(i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3]), "=f"(d[i + 4]), "=f"(d[i + 5]), "=f"(d[i + 6]), "=f"(d[i + 7])
-#define WGMMA_BEGIN(TYPE)                                                                                              \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" WGMMA_NAMES_64 "}, %32, %33, 0, 1, 1, %34, %35;"   \
-                 : WGMMA_BEGIN_D8(0), WGMMA_BEGIN_D8(8), WGMMA_BEGIN_D8(16), WGMMA_BEGIN_D8(24)                        \
-                 : "l"(a), "l"(b), "n"((int)A_MN), "n"((int)B_MN))
-template <typename T, bool A_MN, bool B_MN> __device__ static inline void wgmma_begin(float (&d)[32], uint64_t a, uint64_t b) {
-    if constexpr (std::is_same<T, __half>::value) WGMMA_BEGIN("f16");
-    else WGMMA_BEGIN("bf16");
-}
+#define WGMMA_BEGIN_64 WGMMA_BEGIN_D8(0), WGMMA_BEGIN_D8(8), WGMMA_BEGIN_D8(16), WGMMA_BEGIN_D8(24)
+#define WGMMA_BEGIN_128 WGMMA_BEGIN_64, WGMMA_BEGIN_D8(32), WGMMA_BEGIN_D8(40), WGMMA_BEGIN_D8(48), WGMMA_BEGIN_D8(56)
+#define WGMMA_BEGIN(N, TYPE, i0, i1, i2, i3)                                                                           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" WGMMA_NAMES_##N                  \
+                 "}, %" #i0 ", %" #i1 ", 0, 1, 1, %" #i2 ", %" #i3 ";"                                                 \
+                 : WGMMA_BEGIN_##N : "l"(a), "l"(b), "n"((int)A_MN), "n"((int)B_MN))
+#define WGMMA_BEGIN_DEFINE(N, i0, i1, i2, i3)                                                                          \
+    template <typename T, bool A_MN, bool B_MN> __device__ static inline void wgmma_begin(float (&d)[N / 2], uint64_t a, uint64_t b) { \
+        if constexpr (std::is_same<T, __half>::value) WGMMA_BEGIN(N, "f16", i0, i1, i2, i3);                           \
+        else WGMMA_BEGIN(N, "bf16", i0, i1, i2, i3);                                                                   \
+    }
+WGMMA_BEGIN_DEFINE(64, 32, 33, 34, 35)
+WGMMA_BEGIN_DEFINE(128, 64, 65, 66, 67)
