@@ -18,6 +18,10 @@
 //     keys 256..383  (task 1)           1   2      blocks that keep step wait for nobody's turn. A task waits only
 //     keys 384..511  (task 0)               1      for tasks with smaller numbers, all of which are done or in work.
 //
+// So a head's longest task is its last. For blocks to end together, the last heads go the other way round: their tasks are dealt
+// from the first keys on, a task of each head in turn, and walk from the last query tile down to the diagonal; the task of the
+// first keys is the first to add, the one on the diagonal the last.
+//
 // A block has four warpgroups. Three threads of the first draw tasks and load tiles, wait for turns, and give them on. Two score
 // groups have 64 keys each and do all but dq; they pass dS on through shared memory. The dq group multiplies it with K.
 //
@@ -70,17 +74,23 @@ template <typename T> struct BackwardWork {
     unsigned *ticket;             // the next task
     AttentionShape shape;
     int rows, key_tiles, query_tiles, slots, tasks; // rows: T rounded up to whole tiles of keys
+    int heads, heads_down;        // the last heads_down of them go the other way round
     float scale, scale_log2;
     bool deterministic;           // parts of dq are added in order
 };
 
 struct BackwardTask {
     int head, b, h, key_tile, first, end; // first: the query tile on the diagonal; end: behind the last that sees one of the keys
+    bool down;                            // walks from the last to the first
 };
+__device__ static inline int task_tile(const BackwardTask &task, int n) { return task.down ? task.end - 1 - n : task.first + n; } // the n-th that it meets
 template <typename Sizes, typename T> __device__ static inline BackwardTask backward_task(const BackwardWork<T> &work, int task) {
-    const int head = task / work.key_tiles, key_tile = work.key_tiles - 1 - task % work.key_tiles;
+    const int up = work.heads - work.heads_down, rest = task - up * work.key_tiles;
+    const bool down = rest >= 0;
+    const int head = down ? up + rest % work.heads_down : task / work.key_tiles;
+    const int key_tile = down ? rest / work.heads_down : work.key_tiles - 1 - task % work.key_tiles;
     const int end = ((key_tile + 1) * Sizes::KEYS + work.shape.window - 2) / Sizes::QUERIES + 1;
-    return {head, head / work.shape.NH, head % work.shape.NH, key_tile, key_tile * Sizes::KEYS / Sizes::QUERIES, min(end, work.query_tiles)};
+    return {head, head / work.shape.NH, head % work.shape.NH, key_tile, key_tile * Sizes::KEYS / Sizes::QUERIES, min(end, work.query_tiles), down};
 }
 
 #ifdef HOPPER_CODE
@@ -161,8 +171,8 @@ __device__ static void backward_load(HopperBackwardShared<D> &sh, const CUtensor
             tile_fetch(sh.k[own.stage] + p * Sizes::KEY_PANEL, map_keys, p * PANEL_COLUMNS, NH + task.h, task.key_tile * Sizes::KEYS, task.b, &sh.kv_full[own.stage]);
             tile_fetch(sh.v[own.stage] + p * Sizes::KEY_PANEL, map_keys, p * PANEL_COLUMNS, 2 * NH + task.h, task.key_tile * Sizes::KEYS, task.b, &sh.kv_full[own.stage]);
         }
-        for (int i = task.first; i < task.end; i++, ring_next<2>(walk)) {
-            const int s = walk.stage, query0 = i * Sizes::QUERIES;
+        for (int n = 0; n < task.end - task.first; n++, ring_next<2>(walk)) {
+            const int s = walk.stage, query0 = task_tile(task, n) * Sizes::QUERIES;
             const int64_t row = (int64_t)task.head * work.rows + query0;
             barrier_wait(&sh.query_empty[s], walk.parity ^ 1);
             barrier_arrive_expect(&sh.q_full[s], Sizes::QUERY_TILE + Sizes::STATISTICS);
@@ -276,12 +286,12 @@ template <typename T, int D> __device__ static void backward_scores(HopperBackwa
         const uint64_t k = wgmma_rows(sh.k[own.stage] + group * 64 * PANEL_ROW_BYTES), v = wgmma_rows(sh.v[own.stage] + group * 64 * PANEL_ROW_BYTES);
         const int key0 = task.key_tile * Sizes::KEYS + own_row;
         ScoreRegisters<Sizes> r;
-        int i = task.first;
+        int n = 0;
 #pragma unroll 1
         do { // a task has at least one tile: ptxas wants to know it
-            score_tile<T, Sizes>(sh, r, k, v, walk, i * Sizes::QUERIES, key0, own_row, i == task.first, work.shape.window, work.scale_log2);
+            score_tile<T, Sizes>(sh, r, k, v, walk, task_tile(task, n) * Sizes::QUERIES, key0, own_row, n == 0, work.shape.window, work.scale_log2);
             ring_next<2>(walk);
-        } while (++i < task.end);
+        } while (++n < task.end - task.first);
         wgmma_hold(r.dk);
         wgmma_hold(r.dv);
         if (lane == 0) barrier_arrive(&sh.kv_empty[own.stage]);
@@ -305,7 +315,8 @@ template <typename T, int D> __device__ static void backward_turns(HopperBackwar
         if (id < 0) return;
         barrier_arrive(&sh.kv_empty[own.stage]);
         const BackwardTask task = backward_task<Sizes>(work, id);
-        for (int i = task.first; i < task.end; i++, ring_next<2>(walk)) {
+        for (int n = 0; n < task.end - task.first; n++, ring_next<2>(walk)) {
+            const int i = task_tile(task, n);
             unsigned *turns = work.turns + task.head % work.slots * work.query_tiles + i;
             if (give) {
                 barrier_wait(&sh.added[walk.stage], walk.parity);
@@ -313,9 +324,9 @@ template <typename T, int D> __device__ static void backward_turns(HopperBackwar
                 barrier_arrive(&sh.told[walk.stage]);
                 continue;
             }
-            // The key tiles diagonal .. lowest add to this query tile, `last` + 1 of them; `before` of these come before this one.
+            // The key tiles lowest .. diagonal add to this query tile, `last` + 1 of them; `before` of these come before this one.
             const int query0 = i * Sizes::QUERIES, diagonal = query0 / Sizes::KEYS, lowest = max(query0 - work.shape.window + 1, 0) / Sizes::KEYS;
-            const int last = diagonal - lowest, before = diagonal - task.key_tile, earlier = task.head / work.slots; // heads that had the slot
+            const int last = diagonal - lowest, before = task.down ? task.key_tile - lowest : diagonal - task.key_tile, earlier = task.head / work.slots; // heads that had the slot
             const unsigned from = (unsigned)(earlier * (last + 1) + (work.deterministic || before == last ? before : min(before, 1)));
             barrier_wait(&sh.told[walk.stage], walk.parity ^ 1);
             sh.part[walk.stage] = {task.head % work.slots * work.query_tiles + i, query0, task.b, task.h, before == 0, before == last};
@@ -460,10 +471,10 @@ __global__ void __launch_bounds__(256) attention_backward_prepare_kernel(float *
 
 // How a launch divides its work and its scratch: lse2 and rowsum (heads, rows), then the sums and the counters.
 typedef struct {
-    int64_t rows, key_tiles, query_tiles, tasks, blocks, slots, statistics, sums, counters; // the last three: words of 4 bytes
+    int64_t rows, key_tiles, query_tiles, tasks, blocks, heads_down, slots, statistics, sums, counters; // the last three: words of 4 bytes
 } BackwardPlan;
 
-template <int D> static BackwardPlan backward_plan(int64_t heads, int64_t seq, int64_t sms) {
+template <int D> static BackwardPlan backward_plan(int64_t heads, int64_t seq, int64_t window, int64_t sms) {
     using Sizes = HopperBackward<D>;
     BackwardPlan p;
     p.rows = round_up(seq, Sizes::KEYS);
@@ -474,6 +485,10 @@ template <int D> static BackwardPlan backward_plan(int64_t heads, int64_t seq, i
     // Heads in work at a time: blocks are within about one task of each other, and each may have drawn its next. More slots
     // would leave the L2; fewer would let heads wait for each other.
     p.slots = min_i64(heads, ceil_div(3 * p.blocks, p.key_tiles) + 2);
+    // Two tasks for each block; with a window, tasks are equal. All these heads are in work together, and none may wait for another
+    // to leave its slot.
+    p.heads_down = window < seq ? 0 : min_i64(heads, max_i64(1, 2 * p.blocks / p.key_tiles));
+    p.slots = max_i64(p.slots, min_i64(heads, p.heads_down + ceil_div(2 * p.blocks, p.key_tiles) + 1));
     p.statistics = heads * p.rows;
     p.sums = p.slots * p.query_tiles * Sizes::DQ_FLOATS;
     p.counters = p.slots * p.query_tiles + 1;
@@ -481,7 +496,7 @@ template <int D> static BackwardPlan backward_plan(int64_t heads, int64_t seq, i
 }
 
 int64_t attention_backward_hopper_scratch(int64_t heads, int64_t T, int64_t HS, int64_t sms) {
-    const BackwardPlan p = HS <= 64 ? backward_plan<64>(heads, T, sms) : backward_plan<128>(heads, T, sms);
+    const BackwardPlan p = HS <= 64 ? backward_plan<64>(heads, T, T, sms) : backward_plan<128>(heads, T, T, sms);
     return (2 * p.statistics + p.sums + p.counters) * (int64_t)sizeof(float);
 }
 
@@ -489,14 +504,14 @@ template <typename T, int D> static void backward_launch(Tensor dqkv, Tensor dou
     using Sizes = HopperBackward<D>;
     const cudaStream_t s = (cudaStream_t)stream;
     const int64_t B = shape.B, NH = shape.NH, seq = shape.T, HS = shape.HS;
-    const BackwardPlan p = backward_plan<D>(B * NH, seq, sm_count());
+    const BackwardPlan p = backward_plan<D>(B * NH, seq, shape.window, sm_count());
     CHECK(p.tasks <= INT32_MAX / 2, "attention_backward: %" PRId64 " tiles of keys", p.tasks);
     float *lse2 = (float *)scratch_get(attention_backward_hopper_scratch(B * NH, seq, HS, sm_count()), stream), *rowsum = lse2 + p.statistics;
     float *sums = rowsum + p.statistics;
     unsigned *turns = (unsigned *)(sums + p.sums);
     const float scale = 1.0f / sqrtf((float)HS);
     const BackwardWork<T> work = {elements<T>(dqkv), lse2, rowsum, sums, turns, turns + p.counters - 1, shape, (int)p.rows, (int)p.key_tiles,
-                                  (int)p.query_tiles, (int)p.slots, (int)p.tasks, scale, scale * LOG2E, deterministic};
+                                  (int)p.query_tiles, (int)p.slots, (int)p.tasks, (int)(B * NH), (int)p.heads_down, scale, scale * LOG2E, deterministic};
 
     constexpr int LANES = D / 8;
     attention_backward_prepare_kernel<T, LANES><<<grid_blocks(ceil_div(max_i64(p.statistics * LANES, p.counters), 256)), 256, 0, s>>>(
