@@ -41,7 +41,6 @@
 #define LAMB "belongs to Lamb, which is not built yet; remove it, and use AdamW"
 #define MUON "belongs to Muon, which is not built yet; remove it, and use AdamW"
 #define BF16_SCALE "bf16 needs no loss scale"
-#define ONE_RANK "matters only between several ranks"
 
 static const ConfigKey config_keys[] = {
     HEADING("Batch: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks"),
@@ -327,12 +326,12 @@ static const ConfigKey config_keys[] = {
     USE("checkpoint.keep_n_most_recent", KEY_INT, checkpoint.keep_n_most_recent, "", "1..", AUTO | NULL_OK, "the newest so many are never deleted"),
     USE("checkpoint.num_checkpoints_to_keep", KEY_INT, checkpoint.num_checkpoints_to_keep, "", "1..", AUTO | NULL_OK, "at most so many on disk; default no limit"),
     USE("checkpoint.checkpoint_type", KEY_CHOICE, compat.checkpoint_type, "blob", "blob", 0, "one binary file for each rank and a text index"),
-    NOTE("checkpoint.zero_checkpoint", KEY_BOOL, "", AUTO, ONE_RANK),
-    NOTE("checkpoint.tag_validation", KEY_CHOICE, "Ignore|Warn|Fail", AUTO, ONE_RANK),
+    NOTE("checkpoint.zero_checkpoint", KEY_BOOL, "", AUTO, "every rank writes a file of what it owns, and any number of ranks reads them"),
+    NOTE("checkpoint.tag_validation", KEY_CHOICE, "Ignore|Warn|Fail", AUTO, "all ranks save and load under the name that rank 0 gives"),
     NOTE("checkpoint.load_universal", KEY_BOOL, "", AUTO, "every checkpoint loads under any number of ranks"),
-    NOTE("checkpoint.use_node_local_storage", KEY_BOOL, "", AUTO, ONE_RANK),
+    NOTE("checkpoint.use_node_local_storage", KEY_BOOL, "", AUTO, "hosts share the folder of checkpoints, which the start checks"),
     SECTION("checkpoint.parallel_write", "", 0, "writing by several ranks"),
-    NOTE("checkpoint.parallel_write.pipeline_stage", KEY_BOOL, "", 0, ONE_RANK),
+    NOTE("checkpoint.parallel_write.pipeline_stage", KEY_BOOL, "", 0, "all ranks write at the same time"),
     NOTE("checkpoint.checkpoint_serialization", KEY_BOOL, "", V19, "a detail of another framework's files"),
     SECTION("checkpoint.writer", "", V19 | NULL_OK, "DeepSpeed's writer"),
     LATER("checkpoint.writer.decoupled", KEY_BOOL, compat.decoupled_writer, "false", "", AUTO | V19, "write while training goes on"),
@@ -463,4 +462,3 @@ static const ConfigKey config_keys[] = {
 #undef LAMB
 #undef MUON
 #undef BF16_SCALE
-#undef ONE_RANK
