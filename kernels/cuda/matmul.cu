@@ -331,10 +331,10 @@ void cuda::linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor 
     gelu_forward(out, pre_gelu, stream);
 }
 
-// With GELU' in its epilogue a product takes 1.1 to 1.4 times as long as without, less than a kernel of its own would add; but at
-// this depth twice as long (docs/benchmarks.md), as if the library had no good algorithm there. A rule rather than a search: the two
-// ways round differently, and the bits of a run must not depend on what a search finds.
-enum { GELU_APART_DEPTH = 1024 };
+// With GELU' in its epilogue a product takes 1.1 to 1.9 times as long as without, less than a kernel of its own would add; but at
+// these sizes (355M, 32 samples) twice as long, as if the library had no good algorithm there (docs/benchmarks.md). A rule rather than a
+// search: the two ways round differently, and the bits of a run must not depend on what a search finds.
+enum { GELU_APART_ROWS = 32768, GELU_APART_DEPTH = 1024 };
 
 void cuda::linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tensor w, Tensor pre_gelu, bool accumulate, Stream stream) {
     const char *const kernel = "linear_backward_input";
@@ -351,7 +351,7 @@ void cuda::linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tens
     Product fused = p;
     fused.aux = pre_gelu.data;
     fused.epilogue = CUBLASLT_EPILOGUE_DGELU;
-    const bool try_fused = pre_gelu.data && dout.dtype != DTYPE_FP32 && OC != GELU_APART_DEPTH;
+    const bool try_fused = pre_gelu.data && dout.dtype != DTYPE_FP32 && !(N == GELU_APART_ROWS && OC == GELU_APART_DEPTH);
     if (!try_fused || !product_by_library(&fused, stream)) {
         product(&p, stream);
         if (pre_gelu.data) gelu_backward(dinp, dinp, pre_gelu, stream);
