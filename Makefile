@@ -112,6 +112,10 @@ ifeq ($(BACKEND),cuda)
   OBJS += $(patsubst kernels/cuda/%.cu,$(BUILD)/kernels_cuda_%.o,$(sort $(wildcard kernels/cuda/*.cu)))
 endif
 
+# The optimizers' twins agree bit for bit, however they are compiled: no product is fused with a sum.
+UNFUSED := -ffp-contract=off
+UNFUSED_CUDA := --fmad=false
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Rules
 
@@ -129,9 +133,9 @@ $(BUILD):
 
 # These files change only when their text does, so that other flags or other files rebuild what they concern.
 $(BUILD)/compile.flags: FORCE | $(BUILD)
-	@printf '%s\n' "$(subst ",,$(COMPILE))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(COMPILE))" >$@
+	@printf '%s\n' "$(subst ",,$(COMPILE) optimizer $(UNFUSED))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(COMPILE) optimizer $(UNFUSED))" >$@
 $(BUILD)/cuda.flags: FORCE | $(BUILD)
-	@printf '%s\n' "$(subst ",,$(COMPILE_CUDA))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(COMPILE_CUDA))" >$@
+	@printf '%s\n' "$(subst ",,$(COMPILE_CUDA) optimizer $(UNFUSED_CUDA))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(COMPILE_CUDA) optimizer $(UNFUSED_CUDA))" >$@
 $(BUILD)/link.flags: FORCE | $(BUILD)
 	@printf '%s\n' "$(subst ",,$(LINK) $(OBJS) $(LIBS))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(LINK) $(OBJS) $(LIBS))" >$@
 
@@ -148,9 +152,8 @@ $(BUILD)/aio_$(AIO).o: runtime/aio.cpp $(BUILD)/compile.flags
 	$(call run,compile,$(COMPILE) $(AIO_FLAGS) $(DEPFLAGS) -c $< -o $@)
 $(BUILD)/kernels_cpu_%.o: kernels/cpu/%.cpp $(BUILD)/compile.flags
 	$(call run,compile,$(COMPILE) $(DEPFLAGS) -c $< -o $@)
-# The optimizers' twins agree bit for bit, however they are compiled: no product is fused with a sum.
-$(BUILD)/kernels_cpu_optimizer.o: private COMPILE += -ffp-contract=off
-$(BUILD)/kernels_cuda_optimizer.o: private COMPILE_CUDA += --fmad=false
+$(BUILD)/kernels_cpu_optimizer.o: private COMPILE += $(UNFUSED)
+$(BUILD)/kernels_cuda_optimizer.o: private COMPILE_CUDA += $(UNFUSED_CUDA)
 $(BUILD)/kernels_cuda_%.o: kernels/cuda/%.cu $(BUILD)/cuda.flags
 	$(call run,nvcc   ,$(COMPILE_CUDA) $(DEPFLAGS) -c $< -o $@)
 

@@ -1378,7 +1378,7 @@ static CommandLine config_read_arguments(int argc, char **argv) {
         if (l.print) return l;
         if (strcmp(arg, "--check-config") == 0) l.check = true;
         else if (strcmp(arg, "--strict") == 0) l.strict = true;
-        else if (strcmp(arg, "--inspect") == 0) die_alike(EXIT_CONFIG, "%s: not built yet; remove it", shown);
+        else if (strcmp(arg, "--inspect") == 0) die_alike(EXIT_CONFIG, "%s takes a folder and stands alone: train_gpt --inspect DIR", shown);
         else if (strcmp(arg, "--plan") == 0 && (i + 1 == argc || argv[i + 1][0] < '0' || argv[i + 1][0] > '9')) l.plan = true; // for the ranks that are here
         else if (config_option(argc, argv, &i, "--plan", &value)) {
             if (!config_read_worlds(value, l.world, &l.n_worlds))

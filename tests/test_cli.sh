@@ -787,7 +787,7 @@ row_ranks_without_mpi() {
     build=$(dirname -- "$binary")
     if [ ! -e "$build/comm_mpi.o" ] || [ -n "$sanitized" ]; then skip "this build has other objects"; return; fi
     "${CXX:-g++}" -std=gnu++17 -fopenmp -fPIE -fno-exceptions -fno-rtti "$root/runtime/comm_self.cpp" "$build"/{train_gpt,device_cpu,watch,flight}.o \
-        "$build"/kernels_cpu_*.o -pthread -pie -lm -o alone >out 2>err
+        "$build"/aio_*.o "$build"/kernels_cpu_*.o -pthread -pie $([ -e "$build/aio_uring.o" ] && echo -luring) -lm -o alone >out 2>err
     equal "exit code of the compiler" $? 0
     binary=./alone run_expect 0 -c config.json run.output_dir=alone_dir
     export RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=2
