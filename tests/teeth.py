@@ -23,7 +23,7 @@ BUGS = [
      "masters are rounded to even, and ties lose their remainder"),
     ("kernels/cpu/optimizer.cpp", "remainder[i] = master_remainder(after);", "remainder[i] = 0;", "kernels",
      "an update forgets what the weight lacks of its master"),
-    ("zero.cu", "zero_read_array(z, s, s->master, s->update_on_host, DTYPE_BF16,", "zero_read_array(z, s, zero_updated_param(z, s), s->param_on_host, DTYPE_BF16,", "parallel@2",
+    ("zero.cu", "zero_read_array(z, s, s->master, s->update_on_host, DTYPE_BF16,", "zero_read_array(z, s, zero_updated_param(z, s), s->param_on_host, DTYPE_BF16,", "trainer",
      "masters are read without their remainders"),
     ("kernels/cpu/optimizer.cpp", "(float)(c.clip_factor / loss_scale)", "(float)c.clip_factor", "kernels",
      "the loss scale is not divided out"),
