@@ -83,7 +83,7 @@ struct BackwardTask {
     int head, b, h, key_tile, first, end; // first: the query tile on the diagonal; end: behind the last that sees one of the keys
     bool down;                            // walks from the last to the first
 };
-__device__ static inline int task_tile(const BackwardTask &task, int n) { return task.down ? task.end - 1 - n : task.first + n; } // the n-th that it meets
+__device__ inline int task_tile(const BackwardTask &task, int n) { return task.down ? task.end - 1 - n : task.first + n; } // the n-th that it meets
 template <typename Sizes, typename T> __device__ static inline BackwardTask backward_task(const BackwardWork<T> &work, int task) {
     const int up = work.heads - work.heads_down, rest = task - up * work.key_tiles;
     const bool down = rest >= 0;
