@@ -21,7 +21,7 @@ static bool stop_asked(Trainer *t) {
 // ranks run equally many passes, whatever is left for the last one: a pass without samples computes, and counts nothing.
 // NaN, with t->stop, when a signal has cut it short.
 static double evaluate(Trainer *t) {
-    int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, T = t->cfg->run.seq_len, D = t->grid.zero_size, samples = t->val.n_samples;
+    int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, T = t->cfg->run.seq_len, D = t->grid.size.dp, samples = t->val.n_samples;
     if (t->cfg->run.eval_batches > 0) samples = min_i64(samples, t->cfg->run.eval_batches * B * D);
     ActSlot *a = &t->acts.slot[0];
     a->mode = FORWARD_EVAL;
@@ -30,13 +30,13 @@ static double evaluate(Trainer *t) {
     watch_announce(WATCH_EVALUATE, 300); // without a sign: as long as a first update, which is at new sizes as well
     for (int64_t pass = 0; pass < samples; pass += B * D) {
         if (stop_asked(t)) return NAN;
-        int64_t first = min_i64(samples, pass + t->grid.zero_rank * B);
+        int64_t first = min_i64(samples, pass + t->grid.coord.dp * B);
         load_samples(t, &t->val, a, first, min_i64(B, samples - first), B);
         forward_chunk(t, 0, a);
         Acts head = acts_begin(&t->acts, a, {t->model.table.n_units - 1, ACTS_FORWARD});
         sum_to_double(t->eval_sum, head.act[ACT_LOSSES], true, t->stream);
     }
-    comm_all_reduce_double(t->reduce_group, t->eval_sum, 1, COMM_SUM, t->stream);
+    comm_all_reduce_double(t->groups.job, t->eval_sum, 1, COMM_SUM, t->stream);
     double sum;
     device_copy(&sum, t->eval_sum, sizeof sum, COPY_TO_HOST, t->stream);
     stream_sync(t->stream);

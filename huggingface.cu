@@ -775,7 +775,7 @@ static void hf_check_table(const ModelConfig *m, const ParamTable *table) {
 static void hf_export_ids(const ModelConfig *m, int64_t *bos, int64_t *eos) {
     char shown[512];
     struct stat st;
-    *bos = *eos = m->vocab_size >= 50257 && m->vocab_size <= vocab_padded(50257) ? 50256 : -1;
+    *bos = *eos = m->vocab_size >= 50257 && m->vocab_size <= vocab_padded(50257, 1) ? 50256 : -1;
     int folder = m->init_from[0] ? open(m->init_from, O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
     if (folder < 0) return;
     if (fstatat(folder, HF_CONFIG, &st, AT_SYMLINK_NOFOLLOW) == 0) {

@@ -43,6 +43,13 @@ static const ArchSpec arch_specs[] = {
 typedef enum { UNIT_EMBED, UNIT_BLOCK, UNIT_HEAD } UnitKind;
 typedef enum { INIT_ZERO, INIT_ONE, INIT_NORMAL } InitKind;
 
+// How the ranks of tensor parallelism share a parameter.
+typedef enum {
+    SPLIT_NONE,    // each holds all of it
+    SPLIT_ROWS,    // ranges of output features, of each section
+    SPLIT_COLUMNS, // ranges of input features
+} SplitKind;
+
 // The part that a parameter plays in its unit: Weights and Grads are indexed by it. A role that the architecture lacks
 // stays "not given".
 typedef enum {
@@ -61,25 +68,42 @@ typedef struct {
     int role;             // ParamRole within its unit
     int ndim;             // 1 or 2
     int64_t shape[2];     // global: (OC, C) for a matrix, rows are output features; (C, 1) for a vector
-    int64_t padded_rows;  // rows that the buffers hold, >= shape[0]; the rest stays zero (vocabulary)
+    SplitKind split;
+    int sections;         // SPLIT_ROWS: equal parts that are split each for itself, one behind the other (q, k and v)
+    int64_t local[2];     // rows and columns in this rank's buffer; rows beyond shape[0] stay zero (padding of the vocabulary)
     InitKind init;
     double std;           // of INIT_NORMAL
     bool decay;           // weight decay applies: matrices only
     bool hf_transposed;   // Hugging Face stores (C, OC)
-    int tied_to;          // row that holds the storage, or -1: this row has its own
+    int tied_to;          // row that this one is the same tensor as, the same on all ranks; or -1
+    int storage;          // row in whose place this rank holds it: itself, or tied_to where that one is held here
     int64_t offset;       // elements from the start of its unit's buffer
-    int64_t numel;        // elements in the buffer, padded_rows * shape[1]; 0 if tied
+    int64_t numel;        // elements in the buffer, local[0] * local[1]; 0 if it lies elsewhere
 } ParamDesc;
 
 typedef struct {
     UnitKind kind;
+    int stage;            // of the pipeline: its ranks compute with the unit
+    bool held;            // this rank is one of them; otherwise the unit has no buffers here
     int first_row, n_rows;
-    int64_t numel;        // length of its flat buffers: its rows, each rounded up to ROW_ALIGN elements
+    int64_t numel;        // length of its flat buffers: its rows, each rounded up to ROW_ALIGN elements; 0 if not held
     int64_t decay_numel;  // rows with decay come first in the buffer: elements [0, decay_numel) decay
+    int64_t split_numel;  // elements [split_numel, numel) are the same on all ranks of tensor parallelism
+    int64_t twin_numel;   // elements [0, twin_numel) are, on another stage of the pipeline, another unit's as well (tied); or 0
 } UnitDesc;
+
+// Which part of the model a rank holds.
+typedef struct {
+    int tp, tp_rank;      // tensor parallelism: number of ranks, and which one
+    int pp_rank;          // stage of the pipeline
+    const int *stage;     // (n_units) where each unit is; null: all on stage 0
+} ModelPart;
+
+static const ModelPart model_whole = {1, 0, 0, NULL};
 
 typedef struct {
     int n_rows, n_units;
+    int tp, tp_rank;
     ParamDesc *row;
     UnitDesc *unit;       // 0 = embedding, 1..L = blocks, L+1 = head
 } ParamTable;
@@ -89,7 +113,7 @@ enum { ROW_ALIGN = 64 };
 // The vocabulary is padded to a multiple of this, a tile of the matrix product; the padding takes no part in anything.
 enum { VOCAB_ALIGN = 128 };
 
-static int64_t vocab_padded(int64_t V) { return round_up(V, VOCAB_ALIGN); }
+static int64_t vocab_padded(int64_t V, int tp) { return round_up(V, VOCAB_ALIGN * tp); }
 
 static const ArchSpec *model_arch(const ModelConfig *m) { (void)m; return &arch_specs[0]; }
 
@@ -102,8 +126,9 @@ static ParamDesc *table_add(ParamTable *p, int unit, int role, const char *name,
     r->unit = unit;
     r->role = role;
     r->ndim = columns ? 2 : 1;
-    r->shape[0] = r->padded_rows = rows;
-    r->shape[1] = columns ? columns : 1;
+    r->shape[0] = r->local[0] = rows;
+    r->shape[1] = r->local[1] = columns ? columns : 1;
+    r->sections = 1;
     r->init = init;
     r->std = std;
     r->decay = r->ndim == 2;
@@ -112,14 +137,29 @@ static ParamDesc *table_add(ParamTable *p, int unit, int role, const char *name,
     return r;
 }
 
-// A linear layer of the block: weight (OC, C) and, where the architecture has them, bias.
-static void table_add_linear(ParamTable *p, const ArchSpec *arch, int unit, int role, const char *name, int64_t OC, int64_t C, double std) {
+static void table_split(const ParamTable *p, ParamDesc *r, SplitKind split, int sections) {
+    r->split = split;
+    r->sections = sections;
+    if (split != SPLIT_NONE) r->local[split == SPLIT_COLUMNS] /= p->tp;
+}
+
+// The vocabulary's table, and the head: rows are shared out after padding.
+static void table_split_vocabulary(const ParamTable *p, ParamDesc *r) {
+    r->local[0] = vocab_padded(r->shape[0], p->tp);
+    table_split(p, r, SPLIT_ROWS, 1);
+}
+
+// A linear layer of the block: weight (OC, C) and, where the architecture has them, bias. Split by columns, every rank of tensor
+// parallelism has a summand of the output, to which the bias is added once.
+static void table_add_linear(ParamTable *p, const ArchSpec *arch, int unit, int role, const char *name, int64_t OC, int64_t C, SplitKind split, int sections, double std) {
     char text[80];
     snprintf(text, sizeof text, "%s.weight", name);
-    table_add(p, unit, role, text, OC, C, INIT_NORMAL, std)->hf_transposed = true;
+    ParamDesc *weight = table_add(p, unit, role, text, OC, C, INIT_NORMAL, std);
+    weight->hf_transposed = true;
+    table_split(p, weight, split, sections);
     if (!arch->bias) return;
     snprintf(text, sizeof text, "%s.bias", name);
-    table_add(p, unit, role + 1, text, OC, 0, INIT_ZERO, 0);
+    table_split(p, table_add(p, unit, role + 1, text, OC, 0, INIT_ZERO, 0), split == SPLIT_ROWS ? SPLIT_ROWS : SPLIT_NONE, sections);
 }
 
 static void table_add_norm(ParamTable *p, int unit, int role, const char *name, int64_t C) {
@@ -131,39 +171,70 @@ static void table_add_norm(ParamTable *p, int unit, int role, const char *name, 
 }
 
 // Gives every row its place: in each unit, rows that decay first, then the others, so that an update of any range of a
-// unit is at most two launches.
-static void table_layout(ParamTable *p) {
-    for (int u = 0; u < p->n_units; u++) {
-        UnitDesc *unit = &p->unit[u];
-        int64_t at = 0;
-        for (int pass = 0; pass < 2; pass++) {
-            for (int i = unit->first_row; i < unit->first_row + unit->n_rows; i++) {
-                ParamDesc *r = &p->row[i];
-                if (r->tied_to >= 0 || r->decay != (pass == 0)) continue;
-                r->offset = at;
-                r->numel = r->padded_rows * r->shape[1];
-                at = round_up(at + r->numel, ROW_ALIGN);
-            }
-            if (pass == 0) unit->decay_numel = at;
+// unit is at most two launches; and what tensor parallelism splits before what it does not.
+static void table_layout_unit(ParamTable *p, UnitDesc *unit) {
+    int64_t at = 0;
+    unit->split_numel = -1;
+    for (int pass = 0; pass < 4 && unit->held; pass++) {
+        for (int i = unit->first_row; i < unit->first_row + unit->n_rows; i++) {
+            ParamDesc *r = &p->row[i];
+            if (r->storage != i || r->decay != (pass < 2) || (r->split != SPLIT_NONE) != (pass % 2 == 0)) continue;
+            CHECK(unit->split_numel < 0 || r->split == SPLIT_NONE, "%s is split, and lies behind what is not", r->name);
+            if (r->split == SPLIT_NONE && unit->split_numel < 0) unit->split_numel = at;
+            r->offset = at;
+            r->numel = r->local[0] * r->local[1];
+            at = round_up(at + r->numel, ROW_ALIGN);
         }
-        unit->numel = at;
+        if (pass == 1) unit->decay_numel = at;
     }
+    unit->numel = at;
+    if (unit->split_numel < 0) unit->split_numel = at;
+}
+
+// A tied table whose two units are on different stages of the pipeline exists on both. Its rows come first in both units, which
+// get the same length, so that a shard of one is the same range of the table as that of the other.
+static void table_layout_twins(ParamTable *p, const ParamDesc *head) {
+    const ParamDesc *owner = &p->row[head->tied_to];
+    UnitDesc *a = &p->unit[owner->unit], *b = &p->unit[head->unit];
+    if (a->held && b->held) return;
+    int64_t numel[2] = {0, 0}; // of either, if it were held
+    const UnitDesc *unit[2] = {a, b};
+    for (int k = 0; k < 2; k++)
+        for (int i = unit[k]->first_row; i < unit[k]->first_row + unit[k]->n_rows; i++) numel[k] += round_up(p->row[i].local[0] * p->row[i].local[1], ROW_ALIGN);
+    UnitDesc *mine = a->held ? a : b->held ? b : NULL;
+    if (!mine) return;
+    mine->numel = max_i64(numel[0], numel[1]);
+    mine->twin_numel = round_up(owner->local[0] * owner->local[1], ROW_ALIGN);
+}
+
+static void table_layout(ParamTable *p) {
+    for (int i = 0; i < p->n_rows; i++) {
+        ParamDesc *r = &p->row[i];
+        r->storage = r->tied_to >= 0 && p->unit[p->row[r->tied_to].unit].held ? r->tied_to : i;
+    }
+    for (int u = 0; u < p->n_units; u++) table_layout_unit(p, &p->unit[u]);
+    for (int i = 0; i < p->n_rows; i++) if (p->row[i].tied_to >= 0) table_layout_twins(p, &p->row[i]);
 }
 
 // Builds the table for a resolved configuration (all sizes known). Initialisation as GPT-2: normal 0.02, projections
 // into the residual stream scaled by 1/sqrt(2L) (Radford et al. 2019, section 2.3).
-static void model_build_table(ParamTable *p, const ModelConfig *m) {
+static void model_build_table(ParamTable *p, const ModelConfig *m, ModelPart part) {
     const ArchSpec *arch = model_arch(m);
     int64_t L = m->n_layer, C = m->n_embd, F = m->n_inner;
     double std = 0.02, residual_std = 0.02 / sqrt(2.0 * (double)L);
     p->n_units = (int)L + 2;
     p->n_rows = 0;
+    p->tp = part.tp;
+    p->tp_rank = part.tp_rank;
     p->unit = (UnitDesc *)host_alloc(sizeof(UnitDesc) * (size_t)p->n_units);
     p->row = (ParamDesc *)host_alloc(sizeof(ParamDesc) * (size_t)(ROLES_MAX * p->n_units));
+    for (int u = 0; u < p->n_units; u++) {
+        p->unit[u].stage = part.stage ? part.stage[u] : 0;
+        p->unit[u].held = p->unit[u].stage == part.pp_rank;
+    }
 
     p->unit[0].kind = UNIT_EMBED;
-    ParamDesc *wte = table_add(p, 0, EMBED_WTE, "wte.weight", m->vocab_size, C, INIT_NORMAL, std);
-    wte->padded_rows = vocab_padded(m->vocab_size);
+    table_split_vocabulary(p, table_add(p, 0, EMBED_WTE, "wte.weight", m->vocab_size, C, INIT_NORMAL, std));
     table_add(p, 0, EMBED_WPE, "wpe.weight", m->n_positions, C, INIT_NORMAL, std);
     for (int l = 0; l < (int)L; l++) {
         int u = l + 1;
@@ -172,21 +243,21 @@ static void model_build_table(ParamTable *p, const ModelConfig *m) {
         snprintf(name, sizeof name, "h.%d.ln_1", l);
         table_add_norm(p, u, BLOCK_LN_1_W, name, C);
         snprintf(name, sizeof name, "h.%d.attn.c_attn", l);
-        table_add_linear(p, arch, u, BLOCK_QKV_W, name, 3 * C, C, std);
+        table_add_linear(p, arch, u, BLOCK_QKV_W, name, 3 * C, C, SPLIT_ROWS, 3, std);
         snprintf(name, sizeof name, "h.%d.attn.c_proj", l);
-        table_add_linear(p, arch, u, BLOCK_PROJ_W, name, C, C, residual_std);
+        table_add_linear(p, arch, u, BLOCK_PROJ_W, name, C, C, SPLIT_COLUMNS, 1, residual_std);
         snprintf(name, sizeof name, "h.%d.ln_2", l);
         table_add_norm(p, u, BLOCK_LN_2_W, name, C);
         snprintf(name, sizeof name, "h.%d.mlp.c_fc", l);
-        table_add_linear(p, arch, u, BLOCK_FC_W, name, F, C, std);
+        table_add_linear(p, arch, u, BLOCK_FC_W, name, F, C, SPLIT_ROWS, 1, std);
         snprintf(name, sizeof name, "h.%d.mlp.c_proj", l);
-        table_add_linear(p, arch, u, BLOCK_FCPROJ_W, name, C, F, residual_std);
+        table_add_linear(p, arch, u, BLOCK_FCPROJ_W, name, C, F, SPLIT_COLUMNS, 1, residual_std);
     }
     int head = (int)L + 1;
     p->unit[head].kind = UNIT_HEAD;
     table_add_norm(p, head, HEAD_LN_F_W, "ln_f", C);
     ParamDesc *w = table_add(p, head, HEAD_W, "lm_head.weight", m->vocab_size, C, INIT_NORMAL, std);
-    w->padded_rows = vocab_padded(m->vocab_size);
+    table_split_vocabulary(p, w);
     if (m->tie_word_embeddings) w->tied_to = 0;
     table_layout(p);
 }
@@ -206,8 +277,55 @@ static int64_t table_param_count(const ParamTable *p) {
     return n;
 }
 
+// Elements of a row's part on rank tp_rank of tensor parallelism, without padding: the first so many of its buffer.
+static int64_t param_part_numel(const ParamDesc *r, int tp_rank) {
+    if (r->split != SPLIT_ROWS || r->sections > 1) return r->local[0] * r->local[1];
+    return min_i64(max_i64(r->shape[0] - tp_rank * r->local[0], 0), r->local[0]) * r->local[1]; // padding is the last ranks'
+}
+
+// The same of what this rank holds.
+static int64_t param_local_numel(const ParamTable *p, const ParamDesc *r) { return r->numel ? param_part_numel(r, p->tp_rank) : 0; }
+
+// A range of the elements of a row's part on one rank, as the tensor has them: `count` pieces of `numel` elements, the first one at
+// `global_offset` (row-major, no padding), each `stride` after the one before. Where the rank has them they follow each other
+// without gaps, from `local_first` on.
+typedef struct {
+    int64_t local_first, global_offset, numel, count, stride;
+} ParamRun;
+
+enum { PARAM_RUNS_MAX = 3 }; // q, k and v; or a first and a last row of which only a part is meant, and those between
+
+static int param_run_add(ParamRun *run, int n, int64_t local_first, int64_t global_offset, int64_t numel, int64_t count, int64_t stride) {
+    if (numel <= 0 || count <= 0) return n;
+    if (count == 1) stride = numel;
+    run[n] = {local_first, global_offset, numel, count, stride};
+    return n + 1;
+}
+
+// Elements [first, last) of a row's part on rank tp_rank of tensor parallelism, cut into runs in ascending order; returns how many.
+static int param_runs(const ParamDesc *r, int tp_rank, int64_t first, int64_t last, ParamRun run[PARAM_RUNS_MAX]) {
+    int n = 0;
+    last = min_i64(last, param_part_numel(r, tp_rank));
+    if (first >= last) return 0;
+    if (r->split == SPLIT_COLUMNS && r->local[1] < r->shape[1]) {
+        const int64_t columns = r->local[1], stride = r->shape[1], start = tp_rank * columns, first_row = ceil_div(first, columns), last_row = last / columns;
+        if (first_row > last_row) return param_run_add(run, n, first, first / columns * stride + start + first % columns, last - first, 1, 0); // inside one
+        if (first % columns) n = param_run_add(run, n, first, first / columns * stride + start + first % columns, first_row * columns - first, 1, 0);
+        n = param_run_add(run, n, first_row * columns, first_row * stride + start, columns, last_row - first_row, stride);
+        return param_run_add(run, n, last_row * columns, last_row * stride + start, last - last_row * columns, 1, 0);
+    }
+    if (r->split != SPLIT_ROWS || r->local[0] >= r->shape[0]) return param_run_add(run, n, first, first, last - first, 1, 0);
+    const int64_t section = r->local[0] / r->sections * r->local[1], whole = r->shape[0] / r->sections * r->shape[1];
+    for (int k = 0; k < r->sections; k++) {
+        int64_t from = max_i64(first, k * section), to = min_i64(last, (k + 1) * section);
+        n = param_run_add(run, n, from, k * whole + tp_rank * section + from - k * section, to - from, 1, 0);
+    }
+    return n;
+}
+
 // Initial value of element `index` (row-major in the global, unpadded tensor): a function of (seed, name, index) alone.
-static float param_initial_value(const ParamDesc *r, uint64_t seed, int64_t index) {
+static float param_initial_value(const ParamTable *p, const ParamDesc *r, uint64_t seed, int64_t index) {
+    if (r->tied_to >= 0) r = &p->row[r->tied_to];
     if (r->init == INIT_ZERO) return 0.0f;
     if (r->init == INIT_ONE) return 1.0f;
     return (float)(r->std * rng_normal(seed, text_hash(r->name), (uint64_t)index));
@@ -281,6 +399,7 @@ typedef struct {
     bool gelu_apart;      // GELU is a kernel of its own, of the rounded pre-activation; else part of the product before it
     bool deterministic;   // gradients are the same bits in every run; kernels that would lose time by it may be told not to
     ParamTable table;
+    Group tp, sp;         // ranks that share its matrices, and its sequences; of one rank by default
     Stream stream;        // where compute runs
     GraphCache *graphs;   // of units' forward and backward; null: their kernels are launched one by one
 } Model;
@@ -312,7 +431,7 @@ typedef struct {
     RecomputePolicy recompute; // backward of a block: what is not there yet (act_descs)
 } Acts;
 
-static void model_init(Model *m, const ModelConfig *c, DType dtype, int64_t logits_bytes, bool gelu_apart, Stream stream) {
+static void model_init(Model *m, const ModelConfig *c, ModelPart part, DType dtype, int64_t logits_bytes, bool gelu_apart, Stream stream) {
     memset(m, 0, sizeof *m);
     m->c = *c;
     m->arch = model_arch(c);
@@ -322,12 +441,15 @@ static void model_init(Model *m, const ModelConfig *c, DType dtype, int64_t logi
     m->C = c->n_embd;
     m->F = c->n_inner;
     m->V = c->vocab_size;
-    m->Vp = vocab_padded(c->vocab_size);
+    m->Vp = vocab_padded(c->vocab_size, part.tp);
     m->logits_bytes = logits_bytes;
     m->gelu_apart = gelu_apart;
     m->deterministic = true;
     m->stream = stream;
-    model_build_table(&m->table, c);
+    m->tp.size = part.tp;
+    m->tp.rank = part.tp_rank;
+    m->sp.size = 1;
+    model_build_table(&m->table, c, part);
 }
 
 static void model_free(Model *m) { table_free(&m->table); }

@@ -275,8 +275,12 @@ static void optimizer_free(Optimizer *o) {
 static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, bool stop, bool save) {
     const int units = z->model->table.n_units;
     Tensor *shards = (Tensor *)host_alloc(sizeof(Tensor) * (size_t)units);
-    for (int u = 0; u < units; u++) shards[u] = zero_grad_part(z, u, 0, z->unit[u].shard_numel);
-    sum_squares_to_double(&o->sums[SUM_SQUARES], shards, units, false, z->stream);
+    int n = 0;
+    for (int u = 0; u < units; u++) {
+        shards[n] = zero_counted(z, u);
+        n += tensor_numel(shards[n]) > 0;
+    }
+    sum_squares_to_double(&o->sums[SUM_SQUARES], shards, n, false, z->stream);
     free(shards);
     o->host_sums[SUM_STOP] = stop;
     o->host_sums[SUM_SAVE] = save;
@@ -284,7 +288,7 @@ static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, bool
     o->host_sums[SUM_HASH_SQUARES] = o->host_sums[SUM_HASH] * o->host_sums[SUM_HASH];
     device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], (SUM_COUNT - SUM_STOP) * sizeof(double), COPY_TO_DEVICE, z->stream);
     watch_unit(-1);
-    comm_all_reduce_double(z->reduce_group, o->sums, SUM_COUNT, COMM_SUM, z->stream);
+    comm_all_reduce_double(z->job_group, o->sums, SUM_COUNT, COMM_SUM, z->stream);
     update_control(o->control, &o->sums[SUM_SQUARES], &o->sums[SUM_LOSS], o->scaler.scale * z->divisor, o->cfg->gradient_clipping, z->stream);
     device_copy(o->host_sums, o->sums, SUM_COUNT * sizeof(double), COPY_TO_HOST, z->stream);
     device_copy(o->host_control, o->control, sizeof(UpdateControl), COPY_TO_HOST, z->stream);
@@ -383,7 +387,7 @@ static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, co
 
     event_sync(o->decided); // and the device still has the update to do
     offload_take_gradients_end(&z->offload);
-    Group g = z->reduce_group;
+    Group g = z->job_group;
     if (!agree_sums(o->host_sums[SUM_HASH], o->host_sums[SUM_HASH_SQUARES], g.size)) agree_require(state, g.rank, g.size);
     OptimizerStats s;
     memset(&s, 0, sizeof s);

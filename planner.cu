@@ -125,7 +125,7 @@ static int plan_print(Config *first) {
     room = fmax(0, room - (double)PLAN_OTHERS_BYTES);
     const ModelConfig *c = &first->model;
     Model m;
-    model_init(&m, c, first->dtype, first->run.logits_bytes, first->run.gelu_apart, NULL);
+    model_init(&m, c, model_whole, first->dtype, first->run.logits_bytes, first->run.gelu_apart, NULL);
     GridAxes one = {1, 1, 1, 1};
     MemoryUse largest = plan_memory(first, &m, grid_make(0, one), true, first->batch.train_micro_batch_size_per_gpu, true, NULL);
     double unit = memory_total(&largest) >= 1e9 ? gib : mib;

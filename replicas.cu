@@ -73,7 +73,7 @@ __attribute__((noreturn)) static void replicas_differ(Replicas *r, Zero *z, int 
     uint64_t hash = r->host_hash[u];
     for (int i = table->unit[u].first_row; i < table->unit[u].first_row + table->unit[u].n_rows; i++) {
         const ParamDesc *row = &table->row[i];
-        if (row->tied_to >= 0) continue;
+        if (row->numel == 0) continue;
         int64_t element = dtype_bytes(z->model->dtype), first = row->offset * element / 4;
         int64_t n = min_i64(round_up(row->numel, ROW_ALIGN), z->unit[u].whole - row->offset);
         hash_words(&r->hash[0], tensor1((char *)z->unit[u].param + row->offset * element, z->model->dtype, n), first, false, z->stream);

@@ -32,8 +32,8 @@ static void load_samples(Trainer *t, DataLoader *d, ActSlot *a, int64_t first, i
 
 // Micro-batch mb of this update: samples of the global batch in order, the ranks' shares side by side.
 static void load_micro_batch(Trainer *t, int mb, ActSlot *a) {
-    int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, D = t->grid.zero_size;
-    int64_t first = t->samples + (mb * D + t->grid.zero_rank) * B;
+    int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, D = t->grid.size.dp;
+    int64_t first = t->samples + (mb * D + t->grid.coord.dp) * B;
     load_samples(t, &t->train, a, first, B, B);
     dataloader_prefetch(&t->train, first + D * B, B);
     a->mode = FORWARD_TRAIN;

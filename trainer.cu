@@ -29,7 +29,7 @@
 typedef struct {
     Config *cfg;
     ProcessGrid grid;
-    Group gather_group, reduce_group; // the grid's zero ranks, as two channels
+    GridGroups groups;
     Stream stream;
     Model model;
     Zero zero;
@@ -542,22 +542,20 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     memset(t, 0, sizeof *t);
     t->cfg = cfg;
     t->grid = grid;
-    CHECK(grid.zero_size == grid.world, "a grid of %d ranks, of which %d share the weights", grid.world, grid.zero_size);
-    int *ranks = (int *)host_alloc(sizeof(int) * (size_t)grid.world);
-    for (int r = 0; r < grid.zero_size; r++) ranks[r] = grid.first_rank + r; // data parallelism is the only axis: everybody shares the weights
-    t->gather_group = comm_group_create(ranks, grid.zero_size, cfg->zero.direct_exchange);
-    t->reduce_group = comm_group_create(ranks, grid.zero_size, cfg->zero.direct_exchange);
-    free(ranks);
+    const ModelPart part = {grid.size.tp, grid.coord.tp, grid.coord.pp, NULL};
+    t->groups = groups_create(grid, 0, 0, cfg->zero.direct_exchange);
     t->stream = stream_create();
     matmul_search(cfg->run.matmul_search);
-    model_init(&t->model, &cfg->model, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, t->stream);
+    model_init(&t->model, &cfg->model, part, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, t->stream);
+    t->model.tp = t->groups.tp;
+    t->model.sp = t->groups.sp;
     if (cfg->run.cuda_graphs) t->model.graphs = graphs_create(t->stream, GRAPHS_PER_UNIT * t->model.table.n_units);
     t->model.deterministic = cfg->run.deterministic;
     pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
-    t->planned = plan_memory(cfg, &t->model, grid, t->reduce_group.direct, B, with_backward, &t->planned_host);
+    t->planned = plan_memory(cfg, &t->model, grid, t->groups.reduce.direct, B, with_backward, &t->planned_host);
     memory_must_fit(t);
     host_memory_must_fit(t);
-    zero_init(&t->zero, &t->model, zero_options(&cfg->zero), t->gather_group, t->reduce_group, optimizer_n_states(&cfg->optimizer), with_backward);
+    zero_init(&t->zero, &t->model, zero_options(&cfg->zero), &t->groups, optimizer_n_states(&cfg->optimizer), with_backward);
     acts_init(&t->acts, acts_layout(cfg, &t->model, t->pipe.n_slots, B, with_backward), cfg->activation_checkpointing.profile, cfg->activation_checkpointing.synchronize_checkpoint_boundary);
     trainer_list_uses(t);
     optimizer_init(&t->opt, cfg, t->stream);
@@ -594,7 +592,8 @@ static void trainer_open_files(Trainer *t) {
 
 static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     bool reads = trainer_only_reads(cfg);
-    GridAxes axes = {1, world.world, 1, 1};
+    const ParallelConfig *p = &cfg->parallel;
+    GridAxes axes = {(int)p->pipeline, (int)p->data, (int)p->sequence, (int)p->tensor};
     resolve_model(cfg);
     device_init(world.local_rank);
     config_fit_device(cfg, device_info().compute_capability);
@@ -633,7 +632,6 @@ static void trainer_free(Trainer *t) {
     model_free(&t->model);
     free(t->train_uses);
     free(t->eval_uses);
-    comm_group_free(&t->gather_group);
-    comm_group_free(&t->reduce_group);
+    groups_free(&t->groups);
     stream_destroy(t->stream);
 }

@@ -77,7 +77,8 @@
 //     blocks that stay whole are counted by stage3_model_persistence_threshold.
 //  6. A gradient row is overwritten by its first writer and added to by the later ones; rows that share storage share
 //     that state. From stage 2 on, each micro-batch begins anew, since its sum has left for the shard.
-//  7. Each element counts once in the norm: a rank sums the squares of its own shard, at every stage.
+//  7. Each element counts once in the norm: a rank sums the squares of its own shard, at every stage, but for what other ranks
+//     hold as well and count: see zero_counted.
 //  8. Padding (between rows, of the vocabulary, at the end of the last shard) is zero in every buffer, for ever.
 //  9. No size and no stream changes a bit: every element is rounded at the same places (into the wire, whether its kernel or
 //     convert does it; after the sum; into the shard), and the ranks' parts of it are added in an order that does not depend on what else is in the message. (On the CPU
@@ -88,7 +89,7 @@
 #pragma once
 #include "model.cu"
 #include "offload.cu"
-#include "runtime/comm.h"
+#include "runtime/groups.h"
 #include "runtime/watch.h"
 #include "runtime/memory.h"
 
@@ -228,6 +229,10 @@ typedef struct {
 typedef struct {
     ZeroOptions opt;
     Group gather_group, reduce_group; // the same ranks, as two channels: gathers and reductions may be in flight together
+    Group tp_group;        // tensor parallelism: ranks that hold the same of what is not split
+    Group twin_group;      // the two that hold a tied table on two stages of the pipeline
+    Group job_group;       // all ranks of the grid
+    ProcessGrid grid;
     const Model *model;
     Stream stream, gather_stream, reduce_stream;
     Event computed;        // orders one stream behind another: recorded, and at once waited for, so it may be used again
@@ -505,15 +510,19 @@ static void zero_init_pools(Zero *z) {
     z->update_room = zero_alloc(z, l->update_room_bytes, MEMORY_BUFFERS);
 }
 
-// gather_group and reduce_group hold the same ranks. n_states: of the optimizer, 0 without gradients.
-static void zero_init(Zero *z, const Model *m, ZeroOptions opt, Group gather_group, Group reduce_group, int n_states, bool with_gradients) {
+// n_states: of the optimizer, 0 without gradients.
+static void zero_init(Zero *z, const Model *m, ZeroOptions opt, const GridGroups *groups, int n_states, bool with_gradients) {
     memset(z, 0, sizeof *z);
     CHECK(n_states <= ZERO_STATES_MAX, "%d optimizer states", n_states);
-    CHECK(gather_group.size == reduce_group.size && gather_group.rank == reduce_group.rank, "groups of %d and %d ranks", gather_group.size, reduce_group.size);
-    opt.direct_exchange = opt.direct_exchange && reduce_group.direct;
+    Group gather_group = groups->gather;
+    opt.direct_exchange = opt.direct_exchange && groups->reduce.direct;
     z->opt = opt;
     z->gather_group = gather_group;
-    z->reduce_group = reduce_group;
+    z->reduce_group = groups->reduce;
+    z->tp_group = groups->tp_grads;
+    z->twin_group = groups->twin;
+    z->job_group = groups->job;
+    z->grid = groups->grid;
     z->model = m;
     z->stream = m->stream;
     // Urgent, or the blocks of a large product would take every free place before those of a collective.
@@ -716,20 +725,14 @@ static void zero_unuse(Zero *z, int unit) {
 // ---------------------------------------------------------------------------------------------------------------
 // The verbs: weights
 
-// The row that stores row i.
-static int zero_storage_row(const Zero *z, int row) {
-    int tied = z->model->table.row[row].tied_to;
-    return tied >= 0 ? tied : row;
-}
-
 // Units that a unit's weights come from, itself first: its own rows, then those that it is tied to.
 static int zero_units_of(const ParamTable *table, int unit, int units[2]) {
     int n = 0;
     units[n++] = unit;
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++)
-        if (table->row[i].tied_to >= 0) {
+        if (table->row[i].storage != i) {
             CHECK(n < 2, "unit %d is tied to more than one other", unit);
-            units[n++] = table->row[table->row[i].tied_to].unit;
+            units[n++] = table->row[table->row[i].storage].unit;
         }
     return n;
 }
@@ -744,9 +747,9 @@ static Weights zero_fetch(Zero *z, int unit) {
     for (int i = 0; i < n; i++) zero_use(z, units[i]);
     if (z->n_uses) zero_prefetch(z);
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
-        const ParamDesc *stored = &table->row[zero_storage_row(z, i)];
+        const ParamDesc *stored = &table->row[table->row[i].storage];
         char *at = (char *)z->unit[stored->unit].param + stored->offset * dtype_bytes(z->model->dtype);
-        w.t[table->row[i].role] = tensor_make(at, z->model->dtype, stored->ndim, stored->padded_rows, stored->shape[1], 1, 1);
+        w.t[table->row[i].role] = tensor_make(at, z->model->dtype, stored->ndim, stored->local[0], stored->local[1], 1, 1);
     }
     return w;
 }
@@ -795,11 +798,11 @@ static Grads zero_grad_begin(Zero *z, int unit) {
         stream_wait_event(z->stream, z->grad_pool[s->grad_buffer].reduced); // invariant 4
     }
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
-        int storage = zero_storage_row(z, i), role = table->row[i].role;
+        int storage = table->row[i].storage, role = table->row[i].role;
         const ParamDesc *stored = &table->row[storage];
         const UnitState *owner = &z->unit[stored->unit];
         char *at = (char *)owner->grad + stored->offset * dtype_bytes(owner->grad_dtype);
-        g.t[role] = tensor_make(at, owner->grad_dtype, stored->ndim, stored->padded_rows, stored->shape[1], 1, 1);
+        g.t[role] = tensor_make(at, owner->grad_dtype, stored->ndim, stored->local[0], stored->local[1], 1, 1);
         g.accumulate[role] = z->grad_written[storage];
     }
     return g;
@@ -816,11 +819,53 @@ static void *zero_sum_place(const Zero *z, const UnitState *s) {
     return (char *)s->wire + s->shard_numel * z->reduce_group.rank * dtype_bytes(wire);
 }
 
-// All micro-batches and ranks are in a unit's gradient, on stream s: if the CPU updates the unit, it goes there.
-static void zero_grad_is_final(Zero *z, int unit, Stream s) {
+// Elements [from, to) of a unit's buffer, as far as this rank updates them, of the gradient; of 0 elements if it does not.
+static Tensor zero_grad_range(const Zero *z, int unit, int64_t from, int64_t to) {
+    const UnitState *s = &z->unit[unit];
+    from = max_i64(from, s->update_first);
+    to = min_i64(to, s->update_first + s->update_numel);
+    return zero_grad_part(z, unit, from - s->shard_numel * z->gather_group.rank, max_i64(0, to - from));
+}
+
+// What this rank counts of a unit in sums over all ranks: its shard, without what is the same on all ranks of tensor parallelism
+// unless it is the first of them, and without the copy of a table that the stage that the table belongs to counts. It is one range, since
+// the one comes last in a unit and the other first.
+static Tensor zero_counted(const Zero *z, int unit) {
+    const UnitState *s = &z->unit[unit];
+    const UnitDesc *d = &z->model->table.unit[unit];
+    int64_t first = s->shard_numel * z->gather_group.rank, from = first, to = first + s->shard_numel;
+    if (z->model->table.tp_rank > 0) to = min_i64(to, d->split_numel);
+    if (d->kind == UNIT_HEAD) from = max_i64(from, d->twin_numel);
+    return zero_grad_part(z, unit, from - first, max_i64(0, to - from));
+}
+
+// If the CPU updates the unit, its gradient goes there.
+static void zero_grad_leaves(Zero *z, int unit, Stream s) {
     const UnitState *u = &z->unit[unit];
-    if (!z->last_micro_batch || !u->update_on_host) return;
-    offload_take_gradient(&z->offload, unit, zero_grad_part(z, unit, u->update_first - u->shard_numel * z->gather_group.rank, u->update_numel).data, s);
+    if (u->update_on_host) offload_take_gradient(&z->offload, unit, zero_grad_range(z, unit, 0, u->whole).data, s);
+}
+
+// All micro-batches and all ranks that share the unit's weights are in its gradient, on stream s. Each rank of tensor parallelism saw
+// its own rows of the residual stream only: of what is not split their gradients are summands.
+static void zero_grad_is_final(Zero *z, int unit, Stream s) {
+    const UnitDesc *d = &z->model->table.unit[unit];
+    if (!z->last_micro_batch) return;
+    Tensor same = zero_grad_range(z, unit, d->split_numel, d->numel);
+    if (z->tp_group.size > 1 && tensor_numel(same) > 0) comm_all_reduce(z->tp_group, same.data, tensor_numel(same), same.dtype, s);
+    if (!d->twin_numel) zero_grad_leaves(z, unit, s);
+}
+
+// The gradient of a table that two stages of the pipeline hold is the sum of theirs. It is taken when all else is done: the first stage
+// is ready for it last of all, and the last one must not wait for that while others wait for its messages.
+static void zero_sum_twins(Zero *z) {
+    for (int u = 0; u < z->model->table.n_units; u++) {
+        int64_t numel = z->model->table.unit[u].twin_numel;
+        if (numel == 0) continue;
+        Tensor shared = zero_grad_range(z, u, 0, numel);
+        watch_unit(u);
+        if (tensor_numel(shared) > 0) comm_all_reduce(z->twin_group, shared.data, tensor_numel(shared), shared.dtype, z->stream);
+        zero_grad_leaves(z, u, z->stream);
+    }
 }
 
 // The sum has arrived: into the shard with it, and the unit's gradient may be written again.
@@ -894,7 +939,7 @@ static void zero_grad_end(Zero *z, int unit) {
     const ParamTable *table = &z->model->table;
     bool each = zero_shards_grads(z); // the whole gradient is not kept: every micro-batch is reduced
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
-        if (table->row[i].tied_to >= 0) z->grad_written[table->row[i].tied_to] = true; // its owner, visited later, adds to it
+        if (table->row[i].storage != i) z->grad_written[table->row[i].storage] = true; // its owner, visited later, adds to it
         else z->grad_written[i] = !each;
     }
     if (!each && !z->last_micro_batch) return;
@@ -909,9 +954,11 @@ static void zero_grad_end(Zero *z, int unit) {
 // After the last micro-batch: the compute stream goes on when all sums have arrived.
 static void zero_finish_grads(Zero *z) {
     CHECK(z->n_bucket == 0, "%d units were not reduced", z->n_bucket);
-    if (!zero_shards_grads(z) && z->reduce_group.size == 1) return;
-    event_record(z->computed, z->reduce_stream);
-    stream_wait_event(z->stream, z->computed);
+    if (zero_shards_grads(z) || z->reduce_group.size > 1) {
+        event_record(z->computed, z->reduce_stream);
+        stream_wait_event(z->stream, z->computed);
+    }
+    zero_sum_twins(z);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -922,18 +969,22 @@ static void zero_finish_grads(Zero *z) {
 // What a row's values are read from or written to.
 typedef enum { STATE_MASTER, STATE_OPTIMIZER_0, STATE_OPTIMIZER_1, STATE_GRAD } StateKind;
 
-// The elements of a row that this rank updates, as a range of the row without its padding; empty if last <= first.
+// The elements of a row that this rank updates, as a range of its part of the row (param_runs says what that is of the tensor);
+// empty if last <= first.
 static void zero_row_range(const Zero *z, const ParamDesc *r, int64_t *first, int64_t *last) {
     const UnitState *s = &z->unit[r->unit];
     *first = max_i64(0, s->update_first - r->offset);
-    *last = min_i64(param_numel(r), s->update_first + s->update_numel - r->offset);
+    *last = min_i64(param_local_numel(&z->model->table, r), s->update_first + s->update_numel - r->offset);
 }
 
-// The elements of a row that this rank saves. All ranks have all of them at stage 0, and share them out as from stage 1 on.
+// The elements of a row that this rank saves. All ranks that share the weights have all of them at stage 0, and share them out as from
+// stage 1 on; what is not split is saved by the first rank of tensor parallelism, a table on two stages by the one that it belongs to.
 static void zero_row_owned(const Zero *z, const ParamDesc *r, int64_t *first, int64_t *last) {
+    const ParamTable *table = &z->model->table;
     int64_t shard = z->unit[r->unit].shard_numel, start = shard * z->gather_group.rank;
     *first = max_i64(0, start - r->offset);
-    *last = min_i64(param_numel(r), start + shard - r->offset);
+    *last = min_i64(param_local_numel(table, r), start + shard - r->offset);
+    if (r->tied_to >= 0 || (r->split == SPLIT_NONE && table->tp_rank > 0)) *last = *first;
 }
 
 // The whole of an array of a unit, of which this rank updates `part`: gathered into `whole`, in Zero.staging, where it is shared.
@@ -975,7 +1026,7 @@ static bool zero_on_host(const Zero *z, const UnitState *s, StateKind kind) {
 // The masters of a row, joined from weights and remainders; both are gathered as 16-bit elements.
 static void zero_read_split(Zero *z, const ParamDesc *r, float *values) {
     const UnitState *s = &z->unit[r->unit];
-    int64_t n = param_numel(r);
+    int64_t n = param_local_numel(&z->model->table, r);
     uint16_t *weight = (uint16_t *)host_alloc((size_t)n * 2), *remainder = (uint16_t *)host_alloc((size_t)n * 2);
     zero_read_array(z, s, zero_updated_param(z, s), s->param_on_host, DTYPE_BF16, r->offset, n, weight);
     zero_read_array(z, s, s->master, s->update_on_host, DTYPE_BF16, r->offset, n, remainder);
@@ -985,11 +1036,11 @@ static void zero_read_split(Zero *z, const ParamDesc *r, float *values) {
     free(remainder);
 }
 
-// values = the (shape[0], shape[1]) tensor, without padding, in host memory.
-static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
+// values = this rank's part of a row (param_local_numel) in host memory. All ranks that share the weights come here.
+static void zero_part_read(Zero *z, int row, StateKind kind, float *values) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];
-    CHECK(r->tied_to < 0, "row %s has no storage of its own", r->name);
+    CHECK(r->numel > 0, "row %s has no storage here", r->name);
     zero_await_update(z, r->unit);
     if (kind != STATE_GRAD) offload_open_unit(&z->offload, r->unit, false);
     if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) { zero_read_split(z, r, values); return; }
@@ -1001,7 +1052,28 @@ static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
         convert(mine, zero_grad_part(z, r->unit, 0, s->shard_numel), z->stream);
         part = (const float *)mine.data;
     }
-    zero_read_array(z, s, part, zero_on_host(z, s, kind), DTYPE_FP32, r->offset, param_numel(r), values);
+    zero_read_array(z, s, part, zero_on_host(z, s, kind), DTYPE_FP32, r->offset, param_local_numel(&z->model->table, r), values);
+}
+
+// values = the (shape[0], shape[1]) tensor, without padding, in host memory. All ranks of the grid come here; where they split the
+// matrices or the layers, the first of those that hold a part tells the others.
+static void zero_tensor_read(Zero *z, int row, StateKind kind, float *values) {
+    const ParamTable *table = &z->model->table;
+    const ParamDesc *r = &table->row[row];
+    CHECK(r->tied_to < 0, "row %s has no storage of its own", r->name);
+    if (z->job_group.size == z->gather_group.size) { zero_part_read(z, row, kind, values); return; }
+    for (int tp_rank = 0; tp_rank < table->tp; tp_rank++) {
+        int64_t n = param_part_numel(r, tp_rank), at = 0;
+        float *part = (float *)host_alloc((size_t)max_i64(1, n) * 4);
+        ParamRun run[PARAM_RUNS_MAX];
+        GridAxes owner = {table->unit[r->unit].stage, 0, 0, tp_rank};
+        if (r->numel > 0 && tp_rank == table->tp_rank) zero_part_read(z, row, kind, part);
+        comm_host_broadcast(part, n * 4, z->grid.first_rank + grid_rank(owner, z->grid.size));
+        int n_runs = param_runs(r, tp_rank, 0, n, run);
+        for (int i = 0; i < n_runs; i++)
+            for (int64_t k = 0; k < run[i].count; k++, at += run[i].numel) memcpy(values + run[i].global_offset + k * run[i].stride, part + at, (size_t)run[i].numel * 4);
+        free(part);
+    }
 }
 
 // Bytes from the caller's memory into an array of a unit, which lies in host memory or on the device. Waits.
@@ -1040,12 +1112,12 @@ static void zero_read_own(Zero *z, const void *part, bool on_host, int64_t bytes
     if (on_host) memcpy(values, part, (size_t)bytes);
 }
 
-// values = elements [first, first + n) of a row's masters or states, which this rank updates (zero_row_range).
+// values = elements [first, first + n) of this rank's part of a row's masters or states, which this rank updates (zero_row_range).
 static void zero_range_read(Zero *z, int row, StateKind kind, int64_t first, int64_t n, float *values) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];
     int64_t at = r->offset + first - s->update_first; // in what this rank has of the unit
-    CHECK(r->tied_to < 0 && kind != STATE_GRAD && at >= 0 && at + n <= s->update_numel, "row %s, state %d, %" PRId64 " elements from %" PRId64, r->name, (int)kind, n, first);
+    CHECK(r->numel > 0 && kind != STATE_GRAD && at >= 0 && at + n <= s->update_numel, "row %s, state %d, %" PRId64 " elements from %" PRId64, r->name, (int)kind, n, first);
     watch_tick();
     zero_await_update(z, r->unit);
     offload_open_unit(&z->offload, r->unit, false);
@@ -1069,7 +1141,7 @@ static void zero_range_write(Zero *z, int row, StateKind kind, int64_t first, in
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];
     int64_t at = r->offset + first - s->update_first;
-    CHECK(r->tied_to < 0 && kind != STATE_GRAD && (kind == STATE_MASTER || s->state[kind - STATE_OPTIMIZER_0]), "row %s, state %d is not there", r->name, (int)kind);
+    CHECK(r->numel > 0 && kind != STATE_GRAD && (kind == STATE_MASTER || s->state[kind - STATE_OPTIMIZER_0]), "row %s, state %d is not there", r->name, (int)kind);
     CHECK(at >= 0 && at + n <= s->update_numel, "row %s, %" PRId64 " elements from %" PRId64, r->name, n, first);
     watch_tick();
     zero_await_update(z, r->unit);
@@ -1078,11 +1150,26 @@ static void zero_range_write(Zero *z, int row, StateKind kind, int64_t first, in
     else zero_put(z, s->state[kind - STATE_OPTIMIZER_0], s->update_on_host, at * 4, values, n * 4);
 }
 
+// What this rank updates of a row, out of the whole tensor; of a table that two stages hold, each writes its own.
+static void zero_row_write(Zero *z, int row, StateKind kind, const float *tensor) {
+    const ParamDesc *r = &z->model->table.row[row];
+    ParamRun run[PARAM_RUNS_MAX];
+    int64_t first, last, at = 0;
+    zero_row_range(z, r, &first, &last);
+    if (first >= last) return;
+    float *part = (float *)host_alloc((size_t)(last - first) * 4);
+    int n_runs = param_runs(r, z->model->table.tp_rank, first, last, run);
+    for (int i = 0; i < n_runs; i++)
+        for (int64_t k = 0; k < run[i].count; k++, at += run[i].numel) memcpy(part + at, tensor + run[i].global_offset + k * run[i].stride, (size_t)run[i].numel * 4);
+    zero_range_write(z, row, kind, first, last - first, part);
+    free(part);
+}
+
 // The mirror of zero_tensor_read; `values` are the same on every rank.
 static void zero_tensor_write(Zero *z, int row, StateKind kind, const float *values) {
-    int64_t first, last;
-    zero_row_range(z, &z->model->table.row[row], &first, &last);
-    if (first < last) zero_range_write(z, row, kind, first, last - first, values + first);
+    const ParamTable *table = &z->model->table;
+    for (int i = 0; i < table->n_rows; i++)
+        if ((i == row || table->row[i].tied_to == row) && table->row[i].numel > 0) zero_row_write(z, i, kind, values);
     if (kind == STATE_MASTER) zero_weights_changed(z);
 }
 
@@ -1111,16 +1198,22 @@ static void zero_init_weights(Zero *z, uint64_t seed) {
     const ParamTable *table = &z->model->table;
     for (int i = 0; i < table->n_rows; i++) {
         const ParamDesc *r = &table->row[i];
-        if (r->tied_to >= 0) continue;
-        int64_t n = param_numel(r), first, last;
-        float *values = (float *)host_alloc((size_t)n * 4);
+        ParamRun run[PARAM_RUNS_MAX];
+        int64_t first, last;
+        if (r->numel == 0) continue;
         zero_row_range(z, r, &first, &last);
+        if (first >= last) continue;
+        float *values = (float *)host_alloc((size_t)(last - first) * 4);
+        int n_runs = param_runs(r, table->tp_rank, first, last, run);
         watch_tick();
+        for (int j = 0; j < n_runs; j++)
 #pragma omp parallel for schedule(static)
-        for (int64_t k = first; k < last; k++) values[k] = param_initial_value(r, seed, k);
-        zero_tensor_write(z, i, STATE_MASTER, values);
+            for (int64_t k = 0; k < run[j].count * run[j].numel; k++)
+                values[run[j].local_first - first + k] = param_initial_value(table, r, seed, run[j].global_offset + k / run[j].numel * run[j].stride + k % run[j].numel);
+        zero_range_write(z, i, STATE_MASTER, first, last - first, values);
         free(values);
     }
+    zero_weights_changed(z);
 }
 
 // Model folders are read and written by rank 0. It asks, by zero_ask_*, and the others answer in zero_serve until it says that it

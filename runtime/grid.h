@@ -23,6 +23,9 @@ typedef struct {
     int zero_size, zero_rank; // dp x sp: the ranks that hold the same weights and share optimizer states, gradients, parameters
 } ProcessGrid;
 
+// The rank at these coordinates.
+static inline int grid_rank(GridAxes c, GridAxes size) { return ((c.pp * size.dp + c.dp) * size.sp + c.sp) * size.tp + c.tp; }
+
 static inline GridAxes grid_coords(int rank, GridAxes size) {
     GridAxes c;
     c.tp = rank % size.tp;

@@ -81,7 +81,7 @@ static void check_match(const SafeTensors *st) {
     memset(&m, 0, sizeof m);
     m.n_layer = m.n_head = 1;
     m.n_embd = m.n_positions = m.vocab_size = m.n_inner = 2;
-    model_build_table(&table, &m);
+    model_build_table(&table, &m, model_whole);
     HfFile file;
     memset(&file, 0, sizeof file);
     file.st = *st;

@@ -15,7 +15,7 @@ import time
 BUGS = [
     ("zero.cu", "g.accumulate[role] = z->grad_written[storage];", "g.accumulate[role] = false;", "golden",
      "micro-batches overwrite each other's gradients"),
-    ("zero.cu", "z->grad_written[table->row[i].tied_to] = true; // its owner", "z->grad_written[i] = true; // its owner", "golden",
+    ("zero.cu", "z->grad_written[table->row[i].storage] = true; // its owner", "z->grad_written[i] = true; // its owner", "golden",
      "the embedding overwrites the gradient of the tied head"),
     ("zero.cu", "zero_put(z, zero_updated_param(z, s), s->param_on_host, from * element, weight, n * element);", "", "golden",
      "masters are written without their 16-bit copy"),

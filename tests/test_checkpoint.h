@@ -91,7 +91,7 @@ static FakeRun *fake_make(ModelConfig m, int n_kinds, int64_t step) {
     f->n_kinds = n_kinds;
     f->poison_row = -1;
     f->world = 1;
-    model_build_table(&f->table, &f->model);
+    model_build_table(&f->table, &f->model, model_whole);
     for (int k = 0; k < n_kinds; k++) {
         f->value[k] = (float **)host_alloc(sizeof(float *) * (size_t)f->table.n_rows);
         for (int row = 0; row < f->table.n_rows; row++) f->value[k][row] = (float *)host_alloc((size_t)param_numel(&f->table.row[row]) * 4);

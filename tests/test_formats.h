@@ -35,7 +35,7 @@ static ModelConfig formats_config(int64_t L, int64_t NH, int64_t C, int64_t T, i
 static FormatsModel *formats_model(ModelConfig m, uint64_t purpose) {
     FormatsModel *f = (FormatsModel *)host_alloc(sizeof *f);
     f->m = m;
-    model_build_table(&f->table, &m);
+    model_build_table(&f->table, &m, model_whole);
     f->row = (float **)host_alloc((size_t)f->table.n_rows * sizeof *f->row);
     for (int i = 0; i < f->table.n_rows; i++) {
         const ParamDesc *r = &f->table.row[i];

@@ -144,7 +144,7 @@ static void test_param_counts(Test *t) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         ModelConfig m = model_sizes(sizes[i].L, sizes[i].NH, sizes[i].C, 1024, 50257, true);
         ParamTable p;
-        model_build_table(&p, &m);
+        model_build_table(&p, &m, model_whole);
         expect_equal_i64(t, "parameters", table_param_count(&p), sizes[i].count);
         table_free(&p);
     }
@@ -157,7 +157,7 @@ static void test_param_layout(Test *t) {
         int64_t NH = 1 + (int64_t)(r % 7), C = NH * (1 + (int64_t)(r >> 8) % 40), V = 1 + (int64_t)(r >> 20) % 700;
         ModelConfig m = model_sizes(1 + (int64_t)(r >> 32) % 5, NH, C, 1 + (int64_t)(r >> 40) % 99, V, r >> 63);
         ParamTable p;
-        model_build_table(&p, &m);
+        model_build_table(&p, &m, model_whole);
         int tied = 0;
         for (int u = 0; u < p.n_units; u++) {
             int64_t covered = 0, slack = 0;
@@ -179,20 +179,92 @@ static void test_param_layout(Test *t) {
     }
 }
 
+// The parts that tensor parallelism makes of a tensor, each cut at random places as shards would be, hold every element of a split
+// tensor once, and each the whole of another; the runs follow each other in the rank's buffer without gaps.
+static void test_param_parts(Test *t) {
+    for (int k = 0; k < 200; k++) {
+        uint64_t bits = rng_bits(3, 4, (uint64_t)k);
+        int tp = 1 << (k % 4);
+        int64_t NH = tp * (1 + (int64_t)(bits % 3)), C = NH * (1 + (int64_t)(bits >> 8) % 5), V = 1 + (int64_t)(bits >> 20) % 700;
+        ModelConfig m = model_sizes(1, NH, C, 9, V, false);
+        for (int tp_rank = 0; tp_rank < tp; tp_rank++) {
+            ParamTable p;
+            model_build_table(&p, &m, {tp, tp_rank, 0, NULL});
+            for (int i = 0; i < p.n_rows; i++) {
+                const ParamDesc *r = &p.row[i];
+                if (tp_rank > 0) continue; // the parts are functions of the row, whoever asks
+                int64_t n = param_numel(r);
+                int *times = (int *)host_alloc(sizeof(int) * (size_t)n);
+                for (int q = 0; q < tp; q++) {
+                    int64_t part = param_part_numel(r, q), at = 0;
+                    for (int64_t from = 0, to; from < part; from = to) {
+                        ParamRun run[PARAM_RUNS_MAX];
+                        to = min_i64(part, from + 1 + (int64_t)(rng_bits(5, (uint64_t)(k * 64 + i), (uint64_t)from) % (uint64_t)(2 * C)));
+                        int n_runs = param_runs(r, q, from, to, run);
+                        for (int j = 0; j < n_runs; j++) {
+                            expect_equal_i64(t, "place of a run", run[j].local_first, at);
+                            for (int64_t e = 0; e < run[j].count; e++)
+                                for (int64_t x = 0; x < run[j].numel; x++) {
+                                    int64_t g = run[j].global_offset + e * run[j].stride + x;
+                                    if (g >= 0 && g < n) times[g]++;
+                                    else expect_true(t, false, "%s: element %" PRId64 " of %" PRId64, r->name, g, n);
+                                }
+                            at += run[j].numel * run[j].count;
+                        }
+                        expect_equal_i64(t, "end of a cut", at, to);
+                    }
+                }
+                int want = r->split == SPLIT_NONE ? tp : 1;
+                for (int64_t g = 0; g < n; g++) expect_equal_i64(t, r->name, times[g], want);
+                free(times);
+            }
+            const UnitDesc *block = &p.unit[1];
+            for (int i = block->first_row; i < block->first_row + block->n_rows; i++)
+                expect_true(t, p.row[i].split == SPLIT_NONE ? p.row[i].offset >= block->split_numel : p.row[i].offset + p.row[i].numel <= block->split_numel, "%s is on the wrong side of what is split", p.row[i].name);
+            table_free(&p);
+        }
+    }
+}
+
+// Units of other stages take no room. A tied table on two stages lies at the same place in shards of the same size.
+static void test_param_stages(Test *t) {
+    const int stage[] = {0, 0, 1, 1, 2};
+    for (int tied = 0; tied < 2; tied++) {
+        ModelConfig m = model_sizes(3, 2, 8, 5, 40, tied);
+        int64_t held = 0, twin[2] = {0, 0}, numel[2] = {0, 0};
+        for (int s = 0; s < 3; s++) {
+            ParamTable p;
+            model_build_table(&p, &m, {1, 0, s, stage});
+            for (int u = 0; u < 5; u++) expect_true(t, (p.unit[u].numel > 0) == (stage[u] == s), "unit %d on stage %d has %" PRId64 " elements", u, s, p.unit[u].numel);
+            for (int i = 0; i < p.n_rows; i++)
+                if (p.row[i].tied_to < 0) held += param_local_numel(&p, &p.row[i]);
+            if (s != 1) twin[s / 2] = p.unit[s == 0 ? 0 : 4].twin_numel, numel[s / 2] = p.unit[s == 0 ? 0 : 4].numel;
+            if (s == 2) expect_equal_i64(t, "place of the head", p.row[p.n_rows - 1].offset, 0);
+            if (s == 2) expect_true(t, p.row[p.n_rows - 1].storage == p.n_rows - 1, "the head is stored in row %d", p.row[p.n_rows - 1].storage);
+            if (s == 2 && tied) expect_near(t, "initial value of the head", param_initial_value(&p, &p.row[p.n_rows - 1], 3, 17), param_initial_value(&p, &p.row[0], 3, 17), 0);
+            if (s == 2) expect_equal_i64(t, "parameters on all stages", held, table_param_count(&p));
+            table_free(&p);
+        }
+        expect_equal_i64(t, "elements that the twins share", twin[0], twin[1]);
+        expect_equal_i64(t, "whether they share any", twin[0] > 0, tied);
+        if (tied) expect_equal_i64(t, "elements of the twins' units", numel[0], numel[1]);
+    }
+}
+
 // Mean 0, the standard deviation of GPT-2, equal for equal (seed, name, index), different otherwise.
 static void test_initial_values(Test *t) {
     ModelConfig m = model_sizes(3, 4, 64, 64, 256, true);
     ParamTable p;
-    model_build_table(&p, &m);
+    model_build_table(&p, &m, model_whole);
     for (int i = 0; i < p.n_rows; i++) {
         const ParamDesc *r = &p.row[i];
         if (r->init != INIT_NORMAL || r->tied_to >= 0) continue;
         double sum = 0, squares = 0, want = strstr(r->name, "c_proj") ? 0.02 / sqrt(6.0) : 0.02;
         int64_t n = param_numel(r), same = 0;
         for (int64_t k = 0; k < n; k++) {
-            double x = param_initial_value(r, 7, k);
+            double x = param_initial_value(&p, r, 7, k);
             sum += x, squares += x * x;
-            same += x == param_initial_value(r, 8, k);
+            same += x == param_initial_value(&p, r, 8, k);
         }
         double std = sqrt(squares / (double)n);
         // Five standard errors of the mean and of the standard deviation.
@@ -208,7 +280,7 @@ static void test_flops(Test *t) {
     ModelConfig c = model_sizes(12, 12, 768, 1024, 50257, true);
     memset(&m, 0, sizeof m);
     m.c = c, m.L = 12, m.C = 768;
-    model_build_table(&m.table, &c);
+    model_build_table(&m.table, &c, model_whole);
     // 6 (124,439,808 - 1024*768) + 6*12*1024*768
     expect_near(t, "FLOP per token", model_flops_per_token(&m, 1024), 6.0 * (124439808 - 786432) + 6.0 * 12 * 1024 * 768, 1);
     // A window W: each token sees W - W^2 / (2 T) others on average.
@@ -228,7 +300,7 @@ static void test_plan_any_world(Test *t) {
     Model m;
     config_set_dtype(c, DTYPE_BF16);
     c->run.seq_len = 2048;
-    model_init(&m, &sizes, c->dtype, 256 << 20, false, NULL);
+    model_init(&m, &sizes, model_whole, c->dtype, 256 << 20, false, NULL);
     GridAxes axes = {1, 1, 1, 1};
     MemoryUse whole = plan_memory(c, &m, grid_make(0, axes), true, 1, true, NULL);
     static const struct { MemoryKind kind; int from_stage; } parts[] = {{MEMORY_OPTIMIZER_STATES, 1}, {MEMORY_MASTERS, 1}, {MEMORY_GRADIENTS, 2}, {MEMORY_WEIGHTS, 3}};
@@ -260,7 +332,7 @@ static void test_plan_any_world(Test *t) {
 }
 
 static const TestRow table_tests[] = {
-    {"parameter counts", test_param_counts}, {"layout of parameters", test_param_layout}, {"initial values", test_initial_values}, {"FLOP per token", test_flops}, {"plans of any world", test_plan_any_world}, {NULL, NULL},
+    {"parameter counts", test_param_counts}, {"layout of parameters", test_param_layout}, {"parts of parameters", test_param_parts}, {"stages of parameters", test_param_stages}, {"initial values", test_initial_values}, {"FLOP per token", test_flops}, {"plans of any world", test_plan_any_world}, {NULL, NULL},
 };
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ static void test_recompute_visits(Test *t) {
         Config *c = tiny_config();
         c->model.n_layer = L;
         Model m;
-        model_init(&m, &c->model, DTYPE_FP32, 1 << 20, false, NULL);
+        model_init(&m, &c->model, model_whole, DTYPE_FP32, 1 << 20, false, NULL);
         ActVisit *visit = (ActVisit *)host_alloc(sizeof(ActVisit) * 2 * (size_t)m.table.n_units);
         for (int n = 1; n <= L; n++) {
             ActLayout l = {&m, 1, 1, 4, true, RECOMPUTE_BLOCK, n, false};
@@ -152,7 +152,7 @@ static void test_recompute_memory(Test *t) {
         config_set_dtype(c, half ? DTYPE_BF16 : DTYPE_FP32);
         c->zero.stage = half ? 3 : 0;
         Model m;
-        model_init(&m, &c->model, c->dtype, c->run.logits_bytes, true, NULL);
+        model_init(&m, &c->model, model_whole, c->dtype, c->run.logits_bytes, true, NULL);
         const int64_t N = c->batch.train_micro_batch_size_per_gpu * c->run.seq_len, C = m.C, F = m.F, L = m.L, e = dtype_bytes(m.dtype), NH = m.NH;
         const int64_t gone[RECOMPUTE_POLICIES] = {0, 2 * C, 2 * C + F, 2 * C + 2 * F, 5 * C + 2 * F, 7 * C + 2 * F};
         const double flops[RECOMPUTE_POLICIES] = {0, 0, 0, 2.0 * (double)(C * F), (double)(2 * C * F + 6 * C * C), (double)(2 * C * F + 8 * C * C + 2 * c->run.seq_len * C)};
