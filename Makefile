@@ -53,7 +53,9 @@ HARDEN := -fstack-protector-strong -fPIE \
 ifeq ($(DEBUG)$(SANITIZE),)
   HARDEN += -U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=$(if $(call knows,-ftrivial-auto-var-init=zero),3,2)
 endif
-WARN := -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-unused-function $(if $(WERROR),-Werror)
+# Large arrays belong on the heap: the stack may be 256 KiB, and the environment, which lies on it too, takes half of that.
+FRAMES := $(if $(SANITIZE),,-Wframe-larger-than=16384 -Wvla)
+WARN := -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-unused-function $(FRAMES) $(if $(WERROR),-Werror)
 OPT := $(if $(DEBUG),-O1 -g3 -DDEBUG,-O3 -g) -march=$(CPU_ARCH) -fno-math-errno -fno-trapping-math
 # No exceptions, no run-time type information: the host code is C in C++ clothes and needs no C++ library.
 # The prefix map keeps the folder's name out of the binary, so that two builds of one commit are equal.
@@ -145,6 +147,7 @@ run = $(if $(V),$(2),@echo "  $(1) $@" && $(2))
 # Sanitized host code is compiled with little optimisation, which halves the time that this takes; the kernels are not.
 $(BUILD)/%.o: %.cu $(BUILD)/compile.flags
 	$(call run,compile,$(COMPILE) $(if $(SANITIZE),-O1) $(DEPFLAGS) -x c++ -c $< -o $@)
+$(BUILD)/test_gpt.o: private COMPILE += -Wno-frame-larger-than
 $(BUILD)/comm_$(COMM).o: private COMPILE += $(COMM_FLAGS)
 $(BUILD)/%.o: runtime/%.cpp $(BUILD)/compile.flags
 	$(call run,compile,$(COMPILE) $(DEPFLAGS) -c $< -o $@)

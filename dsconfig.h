@@ -405,6 +405,8 @@ static int config_word_index(const char *words, const char *word) { // in any le
     return -1;
 }
 
+enum { CONFIG_SHOWN_MAX = 6 * CONFIG_PATH_MAX + 16 }; // room for any value as text: a byte of a text may take six as an escape
+
 // The value in force of a row with a field, in a form that config_parse reads back as an override.
 static const char *config_show_field(const Config *config, const ConfigKey *k, char *dst, size_t room) {
     const char *p = (const char *)config + k->offset;
@@ -1173,7 +1175,7 @@ static bool config_in_table(const Config *c, int i) {
 // The effective table: "key = value  # origin". Without the origins, each line is an override that gives the same configuration.
 static void config_print_table(FILE *out, const Config *c) {
     const char *heading = NULL;
-    char value[6 * CONFIG_PATH_MAX + 16], origin[160]; // a byte of a text may take six as an escape
+    char *value = (char *)host_alloc(CONFIG_SHOWN_MAX), origin[160];
     for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
         const ConfigKey *k = &config_keys[i];
         if (k->treatment == TREAT_HEADING) heading = k->text;
@@ -1181,9 +1183,10 @@ static void config_print_table(FILE *out, const Config *c) {
         if (heading) fprintf(out, "# %s\n", heading);
         heading = NULL;
         int width = (int)max_i64(1, 70 - (int64_t)strlen(k->path));
-        config_show_field(c, k, value, sizeof value);
+        config_show_field(c, k, value, CONFIG_SHOWN_MAX);
         fprintf(out, "%s = %-*s # %s\n", k->path, width, value, config_origin_text(&c->key[i], origin, sizeof origin));
     }
+    free(value);
 }
 
 static void config_print_help(FILE *out) {

@@ -174,16 +174,21 @@ static void trainer_verify_loaded(Trainer *t) {
     memset(&t->replicas, 0, sizeof t->replicas);
 }
 
+// Not inlined: its rooms for paths would add to the stack that loading takes.
+__attribute__((noinline)) static void note_earlier_run(const Config *cfg) {
+    char room[CONFIG_PATH_MAX + 16], latest[CONFIG_PATH_MAX + 32];
+    snprintf(latest, sizeof latest, "%s/latest", trainer_save_dir(cfg, room, sizeof room));
+    if (access(latest, F_OK) == 0)
+        note("train_gpt.run.resume = none: the folder of %s holds checkpoints of an earlier run; those of equal steps will be replaced, and a later resume=auto takes the highest step; another run.output_dir keeps the two apart", latest);
+}
+
 // Loads the checkpoint that the configuration asks for; false when `auto` finds none. All ranks read, each what it needs.
 static bool trainer_load(Trainer *t) {
     const Config *cfg = t->cfg;
     const char *which = cfg->load_tag[0] ? cfg->load_tag : cfg->run.resume;
     char room[CONFIG_PATH_MAX + 16], name[CONFIG_NAME_MAX] = "";
     if (strcmp(which, "none") == 0) {
-        char latest[CONFIG_PATH_MAX + 32];
-        snprintf(latest, sizeof latest, "%s/latest", trainer_save_dir(cfg, room, sizeof room));
-        if (access(latest, F_OK) == 0)
-            note("train_gpt.run.resume = none: the folder of %s holds checkpoints of an earlier run; those of equal steps will be replaced, and a later resume=auto takes the highest step; another run.output_dir keeps the two apart", latest);
+        note_earlier_run(cfg);
         return false;
     }
     TrainingState s;

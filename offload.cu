@@ -65,9 +65,9 @@
 #include "model.cu"
 #include "runtime/aio.h"
 #include "runtime/memory.h"
+#include "runtime/thread.h"
 #include "runtime/watch.h"
 #include <omp.h>
-#include <pthread.h>
 
 enum { OFFLOAD_STATES_MAX = 2 };
 
@@ -374,7 +374,7 @@ static void offload_start(Offload *o, const int64_t *border, int64_t sub_group_s
     if (largest > 0) offload_start_file(o, largest, piece_numel, filed, o->region);
     pthread_mutex_init(&o->lock, NULL);
     pthread_cond_init(&o->changed, NULL);
-    int error = pthread_create(&o->worker, NULL, offload_work, o);
+    int error = thread_start(&o->worker, offload_work, o);
     CHECK(error == 0, "no thread for the update on the CPU: %s", strerror(error));
 }
 

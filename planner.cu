@@ -89,7 +89,8 @@ static void plan_print_row(const Config *cfg, const Model *m, double unit, doubl
 // The ladder of activation checkpointing for one micro-batch of a configuration: what each policy saves, and what it costs.
 static void plan_print_ladder(const Config *cfg, const Model *m, double unit) {
     const int64_t B = cfg->batch.train_micro_batch_size_per_gpu;
-    Config c = *cfg;
+    Config *c = (Config *)host_alloc(sizeof *c);
+    *c = *cfg;
     ActLayout set = acts_layout(cfg, m, pipeline_n_slots(), B, true);
     printf("activation checkpointing of a micro-batch of %" PRId64 "; recomputed operations as a share of the update's own, traffic once more in memory\n%22s %10s %10s %10s %10s %10s\n",
            B, "policy", "activat.", "saved", "on host", "operations", "traffic");
@@ -97,9 +98,9 @@ static void plan_print_ladder(const Config *cfg, const Model *m, double unit) {
         char name[64];
         ActLayout l = set;
         if (policy < RECOMPUTE_POLICIES) {
-            c.activation_checkpointing = {};
-            c.activation_checkpointing.policy = (RecomputePolicy)policy;
-            l = acts_layout(&c, m, pipeline_n_slots(), B, true);
+            c->activation_checkpointing = {};
+            c->activation_checkpointing.policy = (RecomputePolicy)policy;
+            l = acts_layout(c, m, pipeline_n_slots(), B, true);
         } else if (set.n_segments == m->L && !set.cpu_checkpointing) continue;
         ActCost cost = acts_cost(&l);
         bool chosen = policy == RECOMPUTE_POLICIES || (l.policy == set.policy && l.n_segments == set.n_segments && l.cpu_checkpointing == set.cpu_checkpointing);
@@ -108,6 +109,7 @@ static void plan_print_ladder(const Config *cfg, const Model *m, double unit) {
         printf("%22s %10.2f %10.2f %10.2f %8.1f %% %10.2f%s\n", name, (double)cost.bytes / unit, (double)cost.saved_bytes / unit, (double)cost.host_bytes / unit, 100 * cost.flops_share,
                (double)cost.traffic_bytes / unit, chosen ? "  <- this one" : "");
     }
+    free(c);
 }
 
 // Prints a row for each number of ranks, from `first` on; returns the exit code.

@@ -218,11 +218,12 @@ int main(int argc, char **argv) {
         die_alike(EXIT_CONFIG, "the environment speaks of %" PRId64 " ranks, but %d found each other; leave the variables of one launcher only", cfg->world, world.world);
     configurations_agree(cfg, world);
     watch_begin(cfg, world);
-    Trainer t;
-    trainer_init(&t, cfg, world);          // device, tables, program, shards, slots, data, files
-    if (trainer_only_reads(cfg)) run_reader(&t);
-    else train(&t);
-    trainer_free(&t);
+    Trainer *t = (Trainer *)host_alloc(sizeof *t);
+    trainer_init(t, cfg, world);           // device, tables, program, shards, slots, data, files
+    if (trainer_only_reads(cfg)) run_reader(t);
+    else train(t);
+    trainer_free(t);
+    free(t);
     config_free(cfg);
     watch_announce(WATCH_END, 60);
     comm_finish();

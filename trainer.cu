@@ -117,12 +117,13 @@ static void ranks_agree(double value, const char *otherwise) {
     if (least != most) die_alike(EXIT_CONFIG, "%s", otherwise);
 }
 
-enum { CONFIG_VALUE_TEXT = 6 * CONFIG_PATH_MAX + 16 }; // a byte of a text may take six as an escape
-
 // 52 bits of a hash of a key's effective value; 0 if it has none.
 static double config_value_hash(const Config *cfg, int key) {
-    char value[CONFIG_VALUE_TEXT];
-    return config_in_table(cfg, key) ? (double)(text_hash(config_show_field(cfg, &config_keys[key], value, sizeof value)) >> 12) : 0;
+    if (!config_in_table(cfg, key)) return 0;
+    char *value = (char *)host_alloc(CONFIG_SHOWN_MAX);
+    uint64_t hash = text_hash(config_show_field(cfg, &config_keys[key], value, CONFIG_SHOWN_MAX));
+    free(value);
+    return (double)(hash >> 12);
 }
 
 // 52 bits of a hash of the effective configuration.
@@ -135,10 +136,11 @@ static double config_digest(const Config *cfg) {
 // The words for a key's value on a rank, which it tells the others.
 static void config_show_told(const void *config, int key, int rank, double value, char text[AGREE_VALUE]) {
     const Config *cfg = (const Config *)config;
-    char shown[CONFIG_VALUE_TEXT];
     snprintf(text, AGREE_VALUE, "without a value");
     if (value == 0) return;
-    if (rank == message_rank) snprintf(text, AGREE_VALUE, "%.*s", AGREE_VALUE - 1, config_show_field(cfg, &config_keys[key], shown, sizeof shown));
+    char *shown = (char *)host_alloc(CONFIG_SHOWN_MAX);
+    if (rank == message_rank) snprintf(text, AGREE_VALUE, "%.*s", AGREE_VALUE - 1, config_show_field(cfg, &config_keys[key], shown, CONFIG_SHOWN_MAX));
+    free(shown);
     comm_host_broadcast(text, AGREE_VALUE, rank);
 }
 
@@ -191,16 +193,17 @@ static bool digest_has(const char *keys, const char *path) {
 }
 
 static void digest_part(const Config *cfg, int part, char text[16]) {
-    char value[6 * CONFIG_PATH_MAX + 16];
+    char *value = (char *)host_alloc(CONFIG_SHOWN_MAX);
     uint64_t hash = 0;
     value[0] = 0;
     for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
         if (!config_in_table(cfg, i) || !digest_has(digest_parts[part].keys, config_keys[i].path)) continue;
-        config_show_field(cfg, &config_keys[i], value, sizeof value);
+        config_show_field(cfg, &config_keys[i], value, CONFIG_SHOWN_MAX);
         hash = rng_mix(hash ^ text_hash(config_keys[i].path) ^ rng_mix(text_hash(value)));
     }
     if (digest_parts[part].is_number && strlen(value) < 6) snprintf(text, 16, "%.15s", value);
     else snprintf(text, 16, "%05x", (unsigned)(hash >> 44));
+    free(value);
 }
 
 static void digest_write(const Config *cfg, char digest[65]) {

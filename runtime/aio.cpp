@@ -4,8 +4,7 @@
 // other requests are waited for, since the kernel still writes into the buffer.
 #include "aio.h"
 #include "durable.h"
-#include <pthread.h>
-#include <signal.h>
+#include "thread.h"
 #ifdef AIO_URING
 #include <liburing.h>
 #endif
@@ -253,16 +252,12 @@ Aio *aio_create(const AioOptions *o) {
         if (!o->threads_only) note("%s%s; offloaded states are read and written by threads instead", errno ? "no io_uring here: " : "this build is without io_uring (liburing-dev was not there)", errno ? strerror(errno) : "");
         a->n_threads = (int)min_i64((int64_t)a->n_threads * a->opt.queue_depth, THREADS_MAX);
     }
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); // inherited: signals are the main thread's business
     for (int i = 0; i < a->n_threads; i++) {
         AioThread *t = &a->thread[i];
         t->request = (AioRequest *)host_alloc(sizeof(AioRequest) * (size_t)a->opt.queue_depth);
-        int error = pthread_create(&t->thread, NULL, thread_main, t);
+        int error = thread_start(&t->thread, thread_main, t);
         if (error) die(EXIT_IO, "no thread for reading and writing files: %s", strerror(error));
     }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
     return a;
 }
 

@@ -19,11 +19,11 @@
 // NCCL adds 16-bit types in fp32 and rounds at every hop, so with more than two ranks more than once. Its order of
 // addition depends on the sizes and on the GPUs' connections, but is the same in every call and every run.
 #include "rendezvous.h"
+#include "thread.h"
 #include "watch.h"
 #include <cuda_runtime.h>
 #include <nccl.h>
 #include <sched.h>
-#include <signal.h>
 
 #if NCCL_VERSION_CODE < 21400
 #error "NCCL 2.14 or later is needed (non-blocking communicators)"
@@ -155,12 +155,8 @@ static void *helper(void *) {
 }
 
 static void helper_start(void) {
-    sigset_t all, before;
     helper_runs = true;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); // signals are the main thread's business
-    int error = pthread_create(&helper_thread, NULL, helper, NULL);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int error = thread_start(&helper_thread, helper, NULL);
     if (error) die(EXIT_CONFIG, "cannot make a thread: %s; raise the limit on processes (ulimit -u)", strerror(error));
 }
 

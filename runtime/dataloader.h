@@ -16,8 +16,7 @@
 // Invariant: the prefetch thread and the caller never read at the same time; `state` says whose turn it is.
 #pragma once
 #include "shards.h"
-#include <pthread.h>
-#include <signal.h>
+#include "thread.h"
 
 typedef enum { PREFETCH_IDLE, PREFETCH_BUSY, PREFETCH_READY } PrefetchState;
 
@@ -159,11 +158,7 @@ static void dataloader_prefetch(DataLoader *d, int64_t first_sample, int64_t n_s
         d->ahead_room = n_samples;
     }
     if (!d->thread_runs) {
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before); // inherited by the thread: signals are the main thread's business
-        d->thread_runs = pthread_create(&d->thread, NULL, data_prefetch_thread, d) == 0;
-        pthread_sigmask(SIG_SETMASK, &before, NULL);
+        d->thread_runs = thread_start(&d->thread, data_prefetch_thread, d) == 0;
         if (!d->thread_runs) return; // no thread to be had: fetch reads by itself, only slower
     }
     pthread_mutex_lock(&d->lock);

@@ -400,9 +400,9 @@ static inline bool safetensors_read(const SafeTensors *st, const SafeTensor *t, 
     bool ok = true;
     errno = 0;
     if (t->type == SAFE_F64) {
-        double piece[2048];
-        for (int64_t done = 0; ok && done < count; done += 2048) {
-            int64_t n = min_i64(2048, count - done);
+        double piece[1024];
+        for (int64_t done = 0; ok && done < count; done += 1024) {
+            int64_t n = min_i64(1024, count - done);
             ok = file_read_at(st->fd, piece, n * 8, t->begin + (first + done) * 8);
             for (int64_t i = 0; ok && i < n; i++) dst[done + i] = (float)piece[i];
         }

@@ -55,7 +55,7 @@ typedef struct {
     ssize_t (*read_at)(int fd, void *dst, size_t bytes, off_t offset); // pread; tests put a failing one here
     OpenShard open[DATA_OPEN_FILES];
     int64_t uses;                     // of descriptors
-    uint8_t raw[4 * DATA_PIECE_TOKENS];
+    uint8_t *raw;                     // room for DATA_PIECE_TOKENS of the largest kind, as they are in the file
 } TokenFiles;
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -382,6 +382,7 @@ static void shards_open(TokenFiles *f, const char *pattern, int64_t vocab_size, 
     memset(f, 0, sizeof *f);
     f->vocab_size = vocab_size;
     f->read_at = pread;
+    f->raw = (uint8_t *)host_alloc(4 * DATA_PIECE_TOKENS);
     for (int i = 0; i < DATA_OPEN_FILES; i++) f->open[i].fd = -1;
     char why[DATA_WHY_BYTES] = "";
     data_find(f, pattern, key);
@@ -408,5 +409,6 @@ static void shards_close(TokenFiles *f) {
     for (int i = 0; i < DATA_OPEN_FILES; i++) if (f->open[i].fd >= 0) close(f->open[i].fd);
     for (int64_t s = 0; s < f->n_shards; s++) free(f->shard[s].path);
     free(f->shard);
+    free(f->raw);
     memset(f, 0, sizeof *f);
 }

@@ -17,7 +17,7 @@ layers='
 3 model.cu tensor_parallel.cu
 2 kernels/kernels.h kernels/kernel_list.h runtime/graphs.h runtime/comm.h runtime/groups.h runtime/agree.h runtime/star.h runtime/rendezvous.h runtime/shards.h runtime/dataloader.h runtime/metrics.h runtime/tokenizer.h runtime/safetensors.h
 1 dsconfig_keys.h dsconfig_rules.h dsconfig.h runtime/device.h runtime/aio.h runtime/memory.h runtime/host_memory.h runtime/device_cpu.h runtime/device_races.h runtime/durable.h runtime/watch.h runtime/flight.h runtime/watch_state.h runtime/watch_exit.h runtime/watch_peers.h runtime/watch_progress.h
-0 runtime/utils.h runtime/tensor.h runtime/json.h runtime/grid.h runtime/crc32c.h runtime/unicode.h runtime/launch.h
+0 runtime/utils.h runtime/thread.h runtime/tensor.h runtime/json.h runtime/grid.h runtime/crc32c.h runtime/unicode.h runtime/launch.h
 '
 # utils.h lies below everything
 beside='

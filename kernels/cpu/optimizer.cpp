@@ -12,7 +12,7 @@
 
 namespace cpu {
 
-enum { UPDATE_BLOCK = 4096 }; // elements: a thread's unit of work; its pieces of all arrays fit the first-level cache
+enum { UPDATE_BLOCK = 2048 }; // elements: a thread's unit of work; its pieces of all arrays fit the first-level cache
 
 void update_control(UpdateControl *control, const double *sum_squares, const double *sum_loss, double loss_scale, double gradient_clipping, Stream stream) {
     KERNEL_WRITES(stream, control);

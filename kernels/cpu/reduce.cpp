@@ -4,7 +4,7 @@
 
 namespace cpu {
 
-#define SUM_BLOCK 16384 // elements of one partial sum
+#define SUM_BLOCK 2048 // elements of one partial sum
 
 static double block_sum(const float *x, int64_t n) {
     double sum = 0;
@@ -23,7 +23,7 @@ static double block_sum_squares(const float *x, int64_t n) {
 static void sum_blocks(double *out, Tensor x, bool accumulate, double (*block)(const float *, int64_t)) {
     const int64_t n = tensor_numel(x), blocks = ceil_div(n, SUM_BLOCK);
     double *partial = (double *)host_alloc((size_t)blocks * 8), sum = accumulate ? *out : 0.0;
-#pragma omp parallel for if (blocks > 1)
+#pragma omp parallel for if (n > PARALLEL_MIN)
     for (int64_t k = 0; k < blocks; k++) {
         UNINITIALIZED float scratch[SUM_BLOCK];
         const int64_t at = k * SUM_BLOCK, m = min_i64(SUM_BLOCK, n - at);
