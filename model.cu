@@ -600,7 +600,7 @@ static void head_forward(const Model *m, const Weights *w, const Acts *a) {
 
 static void unit_launch_forward(const Model *m, int unit, const Weights *w, const Acts *a) {
     switch (m->table.unit[unit].kind) {
-    case UNIT_EMBED: embedding_forward(a->x_out, a->tokens, w->t[EMBED_WTE], w->t[EMBED_WPE], m->stream); break;
+    case UNIT_EMBED: embedding_forward(a->x_out, a->tokens, w->t[EMBED_WTE], w->t[EMBED_WPE], m->V, 0, 0, m->stream); break;
     case UNIT_BLOCK: block_forward(m, w, a); break;
     case UNIT_HEAD: head_forward(m, w, a); break;
     }
@@ -652,7 +652,7 @@ static void head_backward(const Model *m, const Weights *w, const Grads *g, cons
 static void unit_launch_backward(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a) {
     switch (m->table.unit[unit].kind) {
     case UNIT_EMBED:
-        embedding_backward(g->t[EMBED_WTE], g->t[EMBED_WPE], a->tokens, a->dx, g->accumulate[EMBED_WTE], g->accumulate[EMBED_WPE], m->stream);
+        embedding_backward(g->t[EMBED_WTE], g->t[EMBED_WPE], a->tokens, a->dx, m->V, 0, 0, g->accumulate[EMBED_WTE], g->accumulate[EMBED_WPE], m->stream);
         break;
     case UNIT_BLOCK: block_backward(m, w, g, a); break;
     case UNIT_HEAD: head_backward(m, w, g, a); break;

@@ -12,13 +12,25 @@
 // - Results do not depend on the number of threads: sums run in a fixed order.
 // - Work goes to `stream`; a kernel never waits for the host.
 
-// out[b,t,:] = wte[tokens[b,t],:] + wpe[t,:].   out act (B,T,C); tokens int32 (B,T), each in [0,V); wte act (Vp,C); wpe act (>=T,C).
-void embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, Stream stream);
+// out[b,t,:] = wte[tokens[b,t] - first_token,:] + wpe[first_position + t,:].   out act (B,T,C); tokens int32 (B,T), each in [0,V); wte act
+// (R,C): rows [first_token, first_token + R) of the vocabulary, and a token of another row adds 0; wpe act (P,C), P >= first_position + T, optional.
+void embedding_forward(Tensor out, const int32_t *tokens, Tensor wte, Tensor wpe, int64_t V, int64_t first_token, int64_t first_position, Stream stream);
 
-// dwte[v,:] (+)= sum of dout[b,t,:] over tokens[b,t] = v;  dwpe[t,:] (+)= sum over b of dout[b,t,:].
-// dwte f32 (Vp,C), dwpe f32 (P,C), P >= T; dout act (B,T,C). Without accumulation, rows that no token touches become 0.
-// The flags are apart because a tied head has already written dwte.
-void embedding_backward(Tensor dwte, Tensor dwpe, const int32_t *tokens, Tensor dout, bool accumulate_wte, bool accumulate_wpe, Stream stream);
+// dwte[v - first_token,:] (+)= sum of dout[b,t,:] over tokens[b,t] = v;  dwpe[first_position + t,:] (+)= sum over b of dout[b,t,:].
+// dwte f32 (R,C), dwpe f32 (P,C), optional; dout act (B,T,C); the rest as in embedding_forward. Without accumulation, rows that nothing
+// touches become 0. The flags are apart because a tied head has already written dwte.
+void embedding_backward(Tensor dwte, Tensor dwpe, const int32_t *tokens, Tensor dout, int64_t V, int64_t first_token, int64_t first_position,
+                        bool accumulate_wte, bool accumulate_wpe, Stream stream);
+
+// Positions alone, for rows [first_row, first_row + N) of a (B*T,C): with t = (first_row + i) mod T,
+// x[i,:] += wpe[first_position + t,:];  dwpe[first_position + t,:] (+)= sum over such i of dout[i,:].
+// x, dout act (N,C); wpe act, dwpe f32 (P,C), P >= first_position + T. Without accumulation the other rows of dwpe become 0.
+void position_forward(Tensor x, Tensor wpe, int64_t first_row, int64_t T, int64_t first_position, Stream stream);
+void position_backward(Tensor dwpe, Tensor dout, int64_t first_row, int64_t T, int64_t first_position, bool accumulate, Stream stream);
+
+// out = x + (delta + bias), rounded once: the sum that residual_layernorm_forward takes, without its norm. out, x, delta act (N,C); bias act
+// (C), optional. out may alias x or delta.
+void residual_forward(Tensor out, Tensor x, Tensor delta, Tensor bias, Stream stream);
 
 // out = (x - mean) * rstd * w + b over the last dimension; rstd = 1/sqrt(variance + eps), variance biased, two passes.
 // out, x act (N,C); mean, rstd f32 (N); w, b act (C).
@@ -78,6 +90,19 @@ void attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor
 // in place, and columns V..Vp-1 become 0; otherwise logits stay. logits act (N,Vp); losses f32 (N); targets int32 (N), in
 // [0,V), or negative: no loss and no gradient for this row.
 void classifier_forward_backward(Tensor logits, Tensor losses, const int32_t *targets, int64_t V, float dloss, bool write_dlogits, Stream stream);
+
+// The same for a vocabulary whose columns lie in P parts, columns [first, first + W) here, in two steps between which the parts exchange
+// three numbers a row. Of row i of these logits, columns below V only: statistics[i] = {the largest, the sum of exp(logit - largest),
+// logits[i, targets[i] - first], or 0 where that is no column of this part}; {-FLT_MAX, 0, 0} where it has no column below V.
+// logits act (N,W); statistics f32 (N,3); targets as above, of the whole vocabulary.
+void classifier_statistics(Tensor statistics, Tensor logits, const int32_t *targets, int64_t V, int64_t first, Stream stream);
+
+// Then, with the statistics of all parts, f32 (P,N,3): losses[i] as above, and, if write_dlogits, the gradient of these columns in place.
+void classifier_from_statistics(Tensor logits, Tensor losses, Tensor statistics, const int32_t *targets, int64_t V, int64_t first, float dloss,
+                                bool write_dlogits, Stream stream);
+
+// out[j,i,:] = inp[i,j,:].   inp (n1,n2,inner), out (n2,n1,inner), any dtype, alike.
+void swap_blocks(Tensor out, Tensor inp, Stream stream);
 
 // *out (+)= sum of x, in double, in a fixed order. x f32; out is one double in the backend's memory.
 void sum_to_double(double *out, Tensor x, bool accumulate, Stream stream);

@@ -105,7 +105,7 @@ static Tensor first(Tensor t, int64_t n) { return tensor1(t.data, t.dtype, n); }
 
 static Tensor rows_of(const Bench *b, Tensor t, int64_t columns) { return view(t, b->N, columns); }
 
-static void run_embedding_forward(Bench *b) { embedding_forward(b->x, b->tokens, b->wte, b->wpe, b->stream); }
+static void run_embedding_forward(Bench *b) { embedding_forward(b->x, b->tokens, b->wte, b->wpe, b->V, 0, 0, b->stream); }
 static void run_layernorm_forward(Bench *b) { layernorm_forward(b->y, b->mean, b->rstd, b->x, first(b->vector, b->C), first(b->vector, b->C), 1e-5f, b->stream); }
 static void run_residual_layernorm(Bench *b) { residual_layernorm_forward(b->narrow, b->y, b->mean, b->rstd, b->x, b->dx, first(b->vector, b->C), first(b->vector, b->C), first(b->vector, b->C), 1e-5f, b->stream); }
 static void run_layernorm_backward(Bench *b) {
@@ -122,7 +122,7 @@ static void run_attention_backward_any_order(Bench *b) { attention_backward(b->d
 static void run_attention_forward_128(Bench *b) { attention_forward(b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), b->qkv, (int)b->NH / 2, 0, b->stream); }
 static void run_attention_backward_128(Bench *b) { attention_backward(b->dqkv, b->narrow, b->qkv, b->y, tensor3(b->lse.data, DTYPE_FP32, b->B, b->NH / 2, b->T), (int)b->NH / 2, 0, true, b->stream); }
 static void run_classifier(Bench *b) { classifier_forward_backward(b->logits, first(b->losses, b->n_head), b->tokens, b->V, 1.0f, true, b->stream); }
-static void run_embedding_backward(Bench *b) { embedding_backward(b->dw, b->dwpe, b->tokens, b->narrow, true, false, b->stream); }
+static void run_embedding_backward(Bench *b) { embedding_backward(b->dw, b->dwpe, b->tokens, b->narrow, b->V, 0, 0, true, false, b->stream); }
 static void run_sum_squares(Bench *b) { sum_squares_to_double(b->sum, &b->grad, 1, false, b->stream); }
 static void run_hash_words(Bench *b) { hash_words((uint64_t *)b->sum, b->param, 0, false, b->stream); }
 static const AdamWArgs adamw_args = {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, 0.5f, true};

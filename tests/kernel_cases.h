@@ -56,6 +56,7 @@ typedef struct {
 
 typedef struct {
     int64_t B, T, C, NH, OC, V, Vp, window; // as in kernel_list.h; a kernel uses what it needs
+    int64_t first, part, position;          // a part of the rows, or of the vocabulary: where it begins, how many (0: all); the first position
     unsigned flags;
 } KernelShape;
 
@@ -67,6 +68,7 @@ enum {
     BF16_GRAD = 16384, // a gradient that is accumulated in bf16
     ACT_GRAD = 32768,  // gradients of parameters in the type of the activations, instead of fp32
     ANY_ORDER = 65536, // sums need not be the same bits in every run
+    NO_POSITIONS = 131072, // the optional wpe is not given
 };
 
 typedef struct {

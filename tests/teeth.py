@@ -185,6 +185,14 @@ BUGS = [
      "the last step of the ladder is not computed again"),
     ("acts.cu", "(length - 1 + acts_n_buffers(l)) * acts_stream_bytes(l)", "(length - 1) * acts_stream_bytes(l)", "recompute",
      "the plan forgets the buffers of checkpoints on the host"),
+    ("kernels/cpu/classifier.cpp", "at_target += (double)s[3 * N * p + 2];", "at_target = (double)s[3 * N * p + 2];", "kernels/cpu_classifier_parts",
+     "the target's logit is sought in the last part of the vocabulary only"),
+    ("kernels/cpu/classifier.cpp", "exp((double)s[3 * N * p] - (double)largest)", "1", "kernels/cpu_classifier_parts",
+     "sums of parts are added as if all parts had one largest logit"),
+    ("kernels/cpu/embedding.cpp", "if (row >= 0 && row < rows) start[row + 1]++;", "if (row >= 0 && row < rows && first_token == 0) start[row + 1]++;", "kernels/cpu_embedding_backward",
+     "only the first part of the vocabulary counts its tokens"),
+    ("kernels/cpu/embedding.cpp", "(t - first_row % T + T) % T : N", "t : N", "kernels/cpu_position_backward",
+     "positions of a part of the rows are counted from its first"),
 ]
 
 

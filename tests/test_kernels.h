@@ -20,28 +20,33 @@ static void setup_tokens(KernelCase *c, const char *name, int64_t V) {
     for (int64_t i = 0; i < o->n; i++) o->value[i] = (double)(rng_uniform(1, 2, (uint64_t)i) < 0.3 ? V - 1 : (int64_t)(rng_uniform(1, 3, (uint64_t)i) * (double)V));
 }
 
+static int64_t part_of(const KernelShape *s, int64_t all) { return s->part ? s->part : all; }
+
 static void setup_embedding_forward(KernelCase *c) {
     const KernelShape s = c->s;
     operand_add(c, "out", ROLE_OUT, c->act, s.B, s.T, s.C, 0, 0);
     setup_tokens(c, "tokens", s.V);
-    operand_add(c, "wte", ROLE_IN, c->act, s.Vp, s.C, 0, 0, 1);
-    operand_add(c, "wpe", ROLE_IN, c->act, s.T + 3, s.C, 0, 0, 1);
+    operand_add(c, "wte", ROLE_IN, c->act, part_of(&s, s.Vp), s.C, 0, 0, 1);
+    if (!(s.flags & NO_POSITIONS)) operand_add(c, "wpe", ROLE_IN, c->act, s.position + s.T + 3, s.C, 0, 0, 1);
 }
 static void reference_embedding_forward(KernelCase *c) {
     const KernelShape s = c->s;
     const double *tokens = value_of(c, "tokens"), *wte = value_of(c, "wte"), *wpe = value_of(c, "wpe");
     double *out = want_of(c, "out");
-    for (int64_t i = 0; i < s.B * s.T; i++)
-        for (int64_t k = 0; k < s.C; k++) out[i * s.C + k] = wte[(int64_t)tokens[i] * s.C + k] + wpe[i % s.T * s.C + k];
+    for (int64_t i = 0; i < s.B * s.T; i++) {
+        const int64_t row = (int64_t)tokens[i] - s.first;
+        const bool here = row >= 0 && row < part_of(&s, s.Vp);
+        for (int64_t k = 0; k < s.C; k++) out[i * s.C + k] = (here ? wte[row * s.C + k] : 0) + (wpe ? wpe[(s.position + i % s.T) * s.C + k] : 0);
+    }
 }
 static void call_embedding_forward(KernelCase *c, bool backend, Stream stream) {
-    KERNEL_CALL(embedding_forward, tensor_of(c, "out"), ints_of(c, "tokens"), tensor_of(c, "wte"), tensor_of(c, "wpe"), stream);
+    KERNEL_CALL(embedding_forward, tensor_of(c, "out"), ints_of(c, "tokens"), tensor_of(c, "wte"), tensor_of(c, "wpe"), c->s.V, c->s.first, c->s.position, stream);
 }
 
 static void setup_embedding_backward(KernelCase *c) {
     const KernelShape s = c->s;
-    operand_add(c, "dwte", s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT, DTYPE_FP32, s.Vp, s.C, 0, 0, 1);
-    operand_add(c, "dwpe", s.flags & ACCUMULATE_WPE ? ROLE_INOUT : ROLE_OUT, DTYPE_FP32, s.T + 3, s.C, 0, 0, 1);
+    operand_add(c, "dwte", s.flags & ACCUMULATE ? ROLE_INOUT : ROLE_OUT, DTYPE_FP32, part_of(&s, s.Vp), s.C, 0, 0, 1);
+    if (!(s.flags & NO_POSITIONS)) operand_add(c, "dwpe", s.flags & ACCUMULATE_WPE ? ROLE_INOUT : ROLE_OUT, DTYPE_FP32, s.position + s.T + 3, s.C, 0, 0, 1);
     setup_tokens(c, "tokens", s.V);
     operand_add(c, "dout", ROLE_IN, c->act, s.B, s.T, s.C, 0, 1);
 }
@@ -49,16 +54,18 @@ static void reference_embedding_backward(KernelCase *c) {
     const KernelShape s = c->s;
     const double *tokens = value_of(c, "tokens"), *dout = value_of(c, "dout");
     double *dwte = want_of(c, "dwte"), *dwpe = want_of(c, "dwpe");
-    if (!(s.flags & ACCUMULATE)) memset(dwte, 0, (size_t)(s.Vp * s.C) * 8);
-    if (!(s.flags & ACCUMULATE_WPE)) memset(dwpe, 0, (size_t)((s.T + 3) * s.C) * 8);
-    for (int64_t i = 0; i < s.B * s.T; i++)
+    if (!(s.flags & ACCUMULATE)) memset(dwte, 0, (size_t)operand_find(c, "dwte")->n * 8);
+    if (dwpe && !(s.flags & ACCUMULATE_WPE)) memset(dwpe, 0, (size_t)operand_find(c, "dwpe")->n * 8);
+    for (int64_t i = 0; i < s.B * s.T; i++) {
+        const int64_t row = (int64_t)tokens[i] - s.first;
         for (int64_t k = 0; k < s.C; k++) {
-            dwte[(int64_t)tokens[i] * s.C + k] += dout[i * s.C + k];
-            dwpe[i % s.T * s.C + k] += dout[i * s.C + k];
+            if (row >= 0 && row < part_of(&s, s.Vp)) dwte[row * s.C + k] += dout[i * s.C + k];
+            if (dwpe) dwpe[(s.position + i % s.T) * s.C + k] += dout[i * s.C + k];
         }
+    }
 }
 static void call_embedding_backward(KernelCase *c, bool backend, Stream stream) {
-    KERNEL_CALL(embedding_backward, tensor_of(c, "dwte"), tensor_of(c, "dwpe"), ints_of(c, "tokens"), tensor_of(c, "dout"),
+    KERNEL_CALL(embedding_backward, tensor_of(c, "dwte"), tensor_of(c, "dwpe"), ints_of(c, "tokens"), tensor_of(c, "dout"), c->s.V, c->s.first, c->s.position,
                 (c->s.flags & ACCUMULATE) != 0, (c->s.flags & ACCUMULATE_WPE) != 0, stream);
 }
 
@@ -69,10 +76,60 @@ static const KernelShape embedding_shapes[] = {
     {.B = 2, .T = 255, .C = 96, .V = 257, .Vp = 257, .flags = ACCUMULATE | ACCUMULATE_WPE},
     {.B = 5, .T = 64, .C = 16, .V = 50257, .Vp = 50304},
     {.B = 2, .T = 9, .C = 7, .V = 5, .Vp = 6, .flags = CPU_ONLY},
+    {.B = 3, .T = 17, .C = 64, .V = 211, .Vp = 256, .part = 128, .position = 17, .flags = ACCUMULATE},   // the first half of the vocabulary, the second of the sequence
+    {.B = 3, .T = 97, .C = 24, .V = 211, .Vp = 256, .first = 128, .part = 128, .flags = NO_POSITIONS},   // the half with the frequent token
+    {.B = 2, .T = 255, .C = 96, .V = 257, .Vp = 320, .first = 40, .part = 80, .position = 5, .flags = ACCUMULATE_WPE},
+    {.B = 2, .T = 255, .C = 96, .V = 257, .Vp = 320, .first = 256, .part = 64, .flags = ACCUMULATE | NO_POSITIONS},
+    {.B = 2, .T = 40, .C = 16, .V = 60, .Vp = 128, .first = 64, .part = 64, .flags = NO_POSITIONS},      // nothing but padding
     {0},
 };
 static const Kernel kernel_embedding_forward = {"embedding_forward", setup_embedding_forward, reference_embedding_forward, call_embedding_forward, embedding_shapes};
 static const Kernel kernel_embedding_backward = {"embedding_backward", setup_embedding_backward, reference_embedding_backward, call_embedding_backward, embedding_shapes};
+
+// Rows first .. first + part - 1 of (B*T,C).
+static void setup_position_forward(KernelCase *c) {
+    const KernelShape s = c->s;
+    operand_add(c, "out", ROLE_INOUT, c->act, part_of(&s, s.B * s.T), s.C, 0, 0, 1);
+    operand_add(c, "wpe", ROLE_IN, c->act, s.position + s.T + 3, s.C, 0, 0, 1);
+}
+static void reference_position_forward(KernelCase *c) {
+    const KernelShape s = c->s;
+    const double *x = value_of(c, "out"), *wpe = value_of(c, "wpe");
+    double *out = want_of(c, "out");
+    for (int64_t i = 0; i < part_of(&s, s.B * s.T); i++)
+        for (int64_t k = 0; k < s.C; k++) out[i * s.C + k] = x[i * s.C + k] + wpe[(s.position + (s.first + i) % s.T) * s.C + k];
+}
+static void call_position_forward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(position_forward, tensor_of(c, "out"), tensor_of(c, "wpe"), c->s.first, c->s.T, c->s.position, stream);
+}
+static void setup_position_backward(KernelCase *c) {
+    const KernelShape s = c->s;
+    operand_add(c, "dwpe", s.flags & ACCUMULATE_WPE ? ROLE_INOUT : ROLE_OUT, DTYPE_FP32, s.position + s.T + 3, s.C, 0, 0, 1);
+    operand_add(c, "dout", ROLE_IN, c->act, part_of(&s, s.B * s.T), s.C, 0, 0, 1);
+}
+static void reference_position_backward(KernelCase *c) {
+    const KernelShape s = c->s;
+    const double *dout = value_of(c, "dout");
+    double *dwpe = want_of(c, "dwpe");
+    if (!(s.flags & ACCUMULATE_WPE)) memset(dwpe, 0, (size_t)operand_find(c, "dwpe")->n * 8);
+    for (int64_t i = 0; i < part_of(&s, s.B * s.T); i++)
+        for (int64_t k = 0; k < s.C; k++) dwpe[(s.position + (s.first + i) % s.T) * s.C + k] += dout[i * s.C + k];
+}
+static void call_position_backward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(position_backward, tensor_of(c, "dwpe"), tensor_of(c, "dout"), c->s.first, c->s.T, c->s.position, (c->s.flags & ACCUMULATE_WPE) != 0, stream);
+}
+static const KernelShape position_shapes[] = {
+    {.B = 1, .T = 1, .C = 8},
+    {.B = 3, .T = 17, .C = 64, .flags = ACCUMULATE_WPE},
+    {.B = 6, .T = 40, .C = 24, .first = 80, .part = 80, .position = 40}, // whole samples
+    {.B = 3, .T = 40, .C = 24, .first = 60, .part = 30},                 // less than one, and across a border
+    {.B = 9, .T = 33, .C = 96, .first = 99, .part = 198, .position = 7, .flags = ACCUMULATE_WPE},
+    {.B = 1, .T = 255, .C = 96, .first = 85, .part = 85, .flags = ACCUMULATE_WPE},
+    {.B = 5, .T = 9, .C = 7, .first = 40, .part = 5, .flags = CPU_ONLY},
+    {0},
+};
+static const Kernel kernel_position_forward = {"position_forward", setup_position_forward, reference_position_forward, call_position_forward, position_shapes};
+static const Kernel kernel_position_backward = {"position_backward", setup_position_backward, reference_position_backward, call_position_backward, position_shapes};
 
 // ---------------------------------------------------------------------------------------------------------------
 // LayerNorm
@@ -124,6 +181,24 @@ static void reference_residual_layernorm_forward(KernelCase *c) {
 static void call_residual_layernorm_forward(KernelCase *c, bool backend, Stream stream) {
     KERNEL_CALL(residual_layernorm_forward, tensor_of(c, "residual"), tensor_of(c, "out"), tensor_of(c, "mean"), tensor_of(c, "rstd"),
                 tensor_of(c, "x"), tensor_of(c, "delta"), tensor_of(c, "bias"), tensor_of(c, "w"), tensor_of(c, "b"), TEST_LN_EPS, stream);
+}
+
+static void setup_residual_forward(KernelCase *c) {
+    const int64_t N = c->s.B * c->s.T, C = c->s.C;
+    operand_add(c, "out", ROLE_OUT, c->act, N, C, 0, 0, 0);
+    operand_add(c, "x", ROLE_IN, c->act, N, C, 0, 0.5, 2);
+    operand_add(c, "delta", ROLE_IN, c->act, N, C, 0, 0, 1);
+    if (c->s.flags & BIAS) operand_add(c, "bias", ROLE_IN, c->act, C, 0, 0, 0, 1);
+    if (c->s.flags & ALIAS) alias_with(c, "out", "x");
+    if (c->s.flags & ALIAS_OTHER) alias_with(c, "out", "delta");
+}
+static void reference_residual_forward(KernelCase *c) {
+    const double *x = value_of(c, "x"), *delta = value_of(c, "delta"), *bias = value_of(c, "bias");
+    double *out = want_of(c, "out");
+    for (int64_t i = 0; i < operand_find(c, "x")->n; i++) out[i] = x[i] + delta[i] + (bias ? bias[i % c->s.C] : 0);
+}
+static void call_residual_forward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(residual_forward, tensor_of(c, "out"), tensor_of(c, "x"), tensor_of(c, "delta"), tensor_of(c, "bias"), stream);
 }
 
 static void setup_layernorm_backward(KernelCase *c) {
@@ -206,6 +281,7 @@ static const KernelShape residual_layernorm_shapes[] = {
 };
 static const Kernel kernel_layernorm_forward = {"layernorm_forward", setup_layernorm_forward, reference_layernorm_forward, call_layernorm_forward, layernorm_shapes};
 static const Kernel kernel_residual_layernorm_forward = {"residual_layernorm_forward", setup_residual_layernorm_forward, reference_residual_layernorm_forward, call_residual_layernorm_forward, residual_layernorm_shapes};
+static const Kernel kernel_residual_forward = {"residual_forward", setup_residual_forward, reference_residual_forward, call_residual_forward, residual_layernorm_shapes};
 static const Kernel kernel_layernorm_backward = {"layernorm_backward", setup_layernorm_backward, reference_layernorm_backward, call_layernorm_backward, layernorm_shapes};
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -556,19 +632,20 @@ static void setup_classifier(KernelCase *c) {
     setup_tokens(c, "targets", s.V);
     for (int64_t i = 0; i < s.B * s.T; i += 5) if (i) value_of(c, "targets")[i] = i % 2 ? -1 : -100; // rows that are masked out
 }
-static void reference_classifier(KernelCase *c) {
-    const int64_t V = c->s.V, Vp = c->s.Vp;
-    const double *targets = value_of(c, "targets"), *logits = value_of(c, "logits");
-    double *losses = want_of(c, "losses"), *dlogits = want_of(c, "logits");
-    for (int64_t i = 0; i < c->s.B * c->s.T; i++) {
+// logits (N,Vp) -> losses (N) and, if asked for, dlogits (N,Vp).
+static void reference_cross_entropy(double *losses, double *dlogits, const double *logits, const double *targets, int64_t N, int64_t V, int64_t Vp) {
+    for (int64_t i = 0; i < N; i++) {
         const double *x = logits + i * Vp;
         double sum = 0, largest = -INFINITY;
         for (int64_t j = 0; j < V; j++) largest = fmax(largest, x[j]);
         for (int64_t j = 0; j < V; j++) sum += exp(x[j] - largest);
         losses[i] = targets[i] < 0 ? 0 : log(sum) + largest - x[(int64_t)targets[i]];
-        for (int64_t j = 0; j < Vp && !(c->s.flags & NO_WRITE); j++)
+        for (int64_t j = 0; j < Vp && dlogits; j++)
             dlogits[i * Vp + j] = targets[i] < 0 || j >= V ? 0 : (exp(x[j] - largest) / sum - (j == (int64_t)targets[i])) * (double)TEST_DLOSS;
     }
+}
+static void reference_classifier(KernelCase *c) {
+    reference_cross_entropy(want_of(c, "losses"), c->s.flags & NO_WRITE ? NULL : want_of(c, "logits"), value_of(c, "logits"), value_of(c, "targets"), c->s.B * c->s.T, c->s.V, c->s.Vp);
 }
 static void call_classifier(KernelCase *c, bool backend, Stream stream) {
     KERNEL_CALL(classifier_forward_backward, tensor_of(c, "logits"), tensor_of(c, "losses"), ints_of(c, "targets"), c->s.V, TEST_DLOSS, !(c->s.flags & NO_WRITE), stream);
@@ -585,6 +662,66 @@ static const KernelShape classifier_shapes[] = {
     {0},
 };
 static const Kernel kernel_classifier = {"classifier_forward_backward", setup_classifier, reference_classifier, call_classifier, classifier_shapes};
+
+// The same in two steps, the vocabulary in parts of `part` columns: logits (P,N,part). Each part has losses of its own.
+static void setup_classifier_parts(KernelCase *c) {
+    const KernelShape s = c->s;
+    const int64_t N = s.B * s.T, P = s.Vp / s.part;
+    operand_add(c, "logits", ROLE_INOUT, c->act, P, N, s.part, 0, 3);
+    operand_add(c, "statistics", ROLE_OUT, DTYPE_FP32, P, N, 3, 0, 0);
+    operand_add(c, "losses", ROLE_OUT, DTYPE_FP32, P, N, 0, 0, 0);
+    setup_tokens(c, "targets", s.V);
+    for (int64_t i = 3; i < N; i += 5) value_of(c, "targets")[i] = i % 2 ? -1 : -100;
+}
+static void reference_classifier_parts(KernelCase *c) {
+    const KernelShape s = c->s;
+    const int64_t N = s.B * s.T, P = s.Vp / s.part;
+    const double *logits = value_of(c, "logits"), *targets = value_of(c, "targets");
+    double *losses = want_of(c, "losses"), *dlogits = want_of(c, "logits"), *statistics = want_of(c, "statistics");
+    double *whole = (double *)host_alloc((size_t)(N * s.Vp) * 8), *dwhole = (double *)host_alloc((size_t)(N * s.Vp) * 8);
+    for (int64_t p = 0; p < P; p++)
+        for (int64_t i = 0; i < N; i++) {
+            const double *x = logits + (p * N + i) * s.part;
+            const int64_t n = max_i64(0, min_i64(s.part, s.V - p * s.part)), target = (int64_t)targets[i] - p * s.part;
+            double largest = n > 0 ? x[0] : -(double)FLT_MAX, sum = 0;
+            memcpy(whole + i * s.Vp + p * s.part, x, (size_t)s.part * 8);
+            for (int64_t j = 0; j < n; j++) largest = fmax(largest, x[j]);
+            for (int64_t j = 0; j < n; j++) sum += exp(x[j] - largest);
+            statistics[(p * N + i) * 3] = largest;
+            statistics[(p * N + i) * 3 + 1] = sum;
+            statistics[(p * N + i) * 3 + 2] = targets[i] >= 0 && target >= 0 && target < n ? x[target] : 0;
+        }
+    reference_cross_entropy(losses, dwhole, whole, targets, N, s.V, s.Vp);
+    for (int64_t p = 0; p < P; p++) {
+        memcpy(losses + p * N, losses, (size_t)N * 8);
+        for (int64_t i = 0; i < N && !(s.flags & NO_WRITE); i++) memcpy(dlogits + (p * N + i) * s.part, dwhole + i * s.Vp + p * s.part, (size_t)s.part * 8);
+    }
+    free(whole);
+    free(dwhole);
+}
+static void call_classifier_parts(KernelCase *c, bool backend, Stream stream) {
+    const KernelShape s = c->s;
+    const int64_t N = s.B * s.T, P = s.Vp / s.part;
+    const Tensor logits = tensor_of(c, "logits"), statistics = tensor_of(c, "statistics");
+    float *losses = (float *)tensor_of(c, "losses").data;
+    for (int step = 0; step < 2; step++)
+        for (int64_t p = 0; p < P; p++) {
+            const Tensor x = tensor2((char *)logits.data + p * N * s.part * dtype_bytes(logits.dtype), logits.dtype, N, s.part);
+            if (step == 0) KERNEL_CALL(classifier_statistics, tensor2((float *)statistics.data + p * N * 3, DTYPE_FP32, N, 3), x, ints_of(c, "targets"), s.V, p * s.part, stream);
+            else KERNEL_CALL(classifier_from_statistics, x, tensor1(losses + p * N, DTYPE_FP32, N), statistics, ints_of(c, "targets"), s.V, p * s.part, TEST_DLOSS, !(s.flags & NO_WRITE), stream);
+        }
+}
+static const KernelShape classifier_parts_shapes[] = {
+    {.B = 1, .T = 7, .V = 1, .Vp = 64, .part = 32}, // the second has padding only
+    {.B = 3, .T = 17, .V = 211, .Vp = 256, .part = 128},
+    {.B = 3, .T = 17, .V = 211, .Vp = 256, .part = 64, .flags = NO_WRITE},
+    {.B = 1, .T = 40, .V = 257, .Vp = 320, .part = 40},
+    {.B = 1, .T = 4, .V = 50257, .Vp = 50304, .part = 16768},
+    {.B = 1, .T = 6, .V = 1000, .Vp = 1000, .part = 1000},
+    {.B = 1, .T = 9, .V = 200, .Vp = 211 * 3, .part = 211, .flags = CPU_ONLY},
+    {0},
+};
+static const Kernel kernel_classifier_parts = {"classifier in parts", setup_classifier_parts, reference_classifier_parts, call_classifier_parts, classifier_parts_shapes};
 
 // ---------------------------------------------------------------------------------------------------------------
 // Flat buffers: sums, conversions, optimizers. n = C elements.
@@ -689,6 +826,28 @@ static void call_sum_parts(KernelCase *c, bool backend, Stream stream) {
     for (int k = 1; k < 3; k++) KERNEL_CALL(sum_parts, tensor_of(c, c->op[k].name), tensor_of(c, "parts"), (c->s.flags & ACCUMULATE) != 0, stream);
 }
 static const Kernel kernel_sum_parts = {"sum_parts", setup_sum_parts, reference_sum_parts, call_sum_parts, flat_shapes};
+
+// B x T blocks of C elements.
+static void setup_swap_blocks(KernelCase *c) {
+    operand_add(c, "out", ROLE_OUT, c->act, c->s.T, c->s.B, c->s.C, 0, 0);
+    operand_add(c, "inp", ROLE_IN, c->act, c->s.B, c->s.T, c->s.C, 0, 1);
+}
+static void reference_swap_blocks(KernelCase *c) {
+    const int64_t n1 = c->s.B, n2 = c->s.T, inner = c->s.C;
+    for (int64_t i = 0; i < n1; i++)
+        for (int64_t j = 0; j < n2; j++) memcpy(want_of(c, "out") + (j * n1 + i) * inner, value_of(c, "inp") + (i * n2 + j) * inner, (size_t)inner * 8);
+}
+static void call_swap_blocks(KernelCase *c, bool backend, Stream stream) { KERNEL_CALL(swap_blocks, tensor_of(c, "out"), tensor_of(c, "inp"), stream); }
+static const KernelShape swap_shapes[] = {
+    {.B = 1, .T = 1, .C = 1},
+    {.B = 51, .T = 2, .C = 24},
+    {.B = 4, .T = 33, .C = 256},
+    {.B = 300, .T = 7, .C = 20}, // 16 bits: not whole words of 16 bytes
+    {.B = 17, .T = 4, .C = 3},
+    {.B = 5, .T = 3, .C = 64, .flags = OFFSET},
+    {0},
+};
+static const Kernel kernel_swap_blocks = {"swap_blocks", setup_swap_blocks, reference_swap_blocks, call_swap_blocks, swap_shapes};
 
 static void setup_fill(KernelCase *c) { operand_add(c, "out", ROLE_OUT, c->act, c->s.C, 0, 0, 0, 0); }
 static void reference_fill(KernelCase *c) {
@@ -864,6 +1023,8 @@ static void test_references(Test *t) {
     const char *const linear_input[] = {"inp", "dinp", NULL}, *const linear_weight[] = {"w", "dw", "bias", "dbias", NULL};
     const char *const gelu_pair[] = {"x", "dx", NULL}, *const attention[] = {"qkv", "dqkv", NULL}, *const classifier[] = {"logits", "logits", NULL};
     check_backward(t, &kernel_embedding_forward, &kernel_embedding_backward, {.B = 3, .T = 5, .C = 4, .V = 6, .Vp = 7}, embedding);
+    check_backward(t, &kernel_embedding_forward, &kernel_embedding_backward, {.B = 3, .T = 5, .C = 4, .V = 6, .Vp = 7, .first = 3, .part = 4, .position = 2}, embedding);
+    check_backward(t, &kernel_position_forward, &kernel_position_backward, {.B = 3, .T = 5, .C = 4, .first = 4, .part = 8, .position = 2}, embedding + 2);
     check_backward(t, &kernel_layernorm_forward, &kernel_layernorm_backward, {.B = 1, .T = 5, .C = 9}, norm);
     check_backward(t, &kernel_gelu_forward, &kernel_gelu_backward, {.B = 1, .T = 5, .C = 9}, gelu_pair);
     check_backward(t, &kernel_linear_forward, &kernel_linear_backward_input, {.B = 1, .T = 5, .C = 7, .OC = 4}, linear_input);
@@ -1400,7 +1561,7 @@ static void die_of_token(void *arg) {
     (void)arg;
     float x[16] = {0};
     int32_t tokens[2] = {1, 4};
-    cpu::embedding_forward(tensor3(x, DTYPE_FP32, 1, 2, 2), tokens, tensor2(x + 4, DTYPE_FP32, 4, 2), tensor2(x + 12, DTYPE_FP32, 2, 2), NULL);
+    cpu::embedding_forward(tensor3(x, DTYPE_FP32, 1, 2, 2), tokens, tensor2(x + 4, DTYPE_FP32, 4, 2), tensor2(x + 12, DTYPE_FP32, 2, 2), 4, 0, 0, NULL);
 }
 static void die_of_target(void *arg) {
     (void)arg;
@@ -1451,8 +1612,11 @@ static void test_refusals(Test *t) {
 
 KERNEL_TESTS(embedding_forward)
 KERNEL_TESTS(embedding_backward)
+KERNEL_TESTS(position_forward)
+KERNEL_TESTS(position_backward)
 KERNEL_TESTS(layernorm_forward)
 KERNEL_TESTS(residual_layernorm_forward)
+KERNEL_TESTS(residual_forward)
 KERNEL_TESTS(layernorm_backward)
 KERNEL_TESTS(gelu_forward)
 KERNEL_TESTS(gelu_backward)
@@ -1463,11 +1627,13 @@ KERNEL_TESTS(bias_backward)
 KERNEL_TESTS(attention_forward)
 KERNEL_TESTS(attention_backward)
 KERNEL_TESTS(classifier)
+KERNEL_TESTS(classifier_parts)
 KERNEL_TESTS(sum)
 KERNEL_TESTS(sum_squares)
 KERNEL_TESTS(convert)
 KERNEL_TESTS(add_inplace)
 KERNEL_TESTS(sum_parts)
+KERNEL_TESTS(swap_blocks)
 KERNEL_TESTS(fill)
 KERNEL_TESTS(adamw)
 KERNEL_TESTS(lion)
@@ -1480,8 +1646,11 @@ static const TestRow kernel_tests[] = {
     {"vector_math", test_vector_math},
     KERNEL_TEST_ROWS(embedding_forward),
     KERNEL_TEST_ROWS(embedding_backward),
+    KERNEL_TEST_ROWS(position_forward),
+    KERNEL_TEST_ROWS(position_backward),
     KERNEL_TEST_ROWS(layernorm_forward),
     KERNEL_TEST_ROWS(residual_layernorm_forward),
+    KERNEL_TEST_ROWS(residual_forward),
     KERNEL_TEST_ROWS(layernorm_backward),
     KERNEL_TEST_ROWS(gelu_forward),
     KERNEL_TEST_ROWS(gelu_backward),
@@ -1494,11 +1663,13 @@ static const TestRow kernel_tests[] = {
     {"attention_whole_window", test_attention_whole_window},
     {"gpu_attention_any_order", test_attention_any_order},
     KERNEL_TEST_ROWS(classifier),
+    KERNEL_TEST_ROWS(classifier_parts),
     KERNEL_TEST_ROWS(sum),
     KERNEL_TEST_ROWS(sum_squares),
     KERNEL_TEST_ROWS(convert),
     KERNEL_TEST_ROWS(add_inplace),
     KERNEL_TEST_ROWS(sum_parts),
+    KERNEL_TEST_ROWS(swap_blocks),
     KERNEL_TEST_ROWS(fill),
     KERNEL_TEST_ROWS(adamw),
     KERNEL_TEST_ROWS(lion),

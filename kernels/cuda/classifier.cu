@@ -1,4 +1,5 @@
-// classifier.cu - softmax, cross-entropy and its gradient in one kernel; the logits are read and overwritten in place.
+// classifier.cu - softmax, cross-entropy and its gradient in one kernel; the logits are read and overwritten in place. At the
+// end, the same in two kernels, between which the parts of a split vocabulary exchange their statistics.
 //
 // One block a row. The softmax's denominator must be known before the first gradient, so a row is needed twice; a block
 // keeps it in shared memory in between, where it fits (50,304 bf16 are 100 KB), and two blocks share a processor: one
@@ -128,4 +129,92 @@ void cuda::classifier_forward_backward(Tensor logits, Tensor losses, const int32
             elements<floatX>(logits), elements<float>(losses), targets, (int)V, (int)Vp, dloss, write_dlogits);
         launch_check();
     }));
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// In two steps, for columns that are a part of the vocabulary. The parts of a row are narrow enough for the caches that what the first step
+// reads the second mostly finds there, so rows do not pass through shared memory.
+
+// statistics[row] = {largest, sum of exp(x - largest), x at the target, if it is one of these `count` columns, else 0}.
+template <typename T, int W>
+__global__ void __launch_bounds__(CLASSIFIER_THREADS)
+classifier_statistics_kernel(float *statistics, const T *logits, const int32_t *targets, int count, int width, int64_t first_column) {
+    __shared__ Denominator of_warp[32];
+    const T *row = logits + (int64_t)blockIdx.x * width;
+    Denominator mine = denominator_empty();
+    for (int c = threadIdx.x * W; c < count; c += blockDim.x * W) mine = denominator_add<T, W>(mine, vec_load<W>(row + c), min(W, count - c));
+    const Denominator all = denominator_of_block(mine, of_warp);
+    if (threadIdx.x > 0) return;
+    const int64_t target = targets[blockIdx.x] < 0 ? -1 : targets[blockIdx.x] - first_column;
+    float *s = statistics + 3 * (int64_t)blockIdx.x;
+    s[0] = all.largest;
+    s[1] = all.sum;
+    s[2] = target >= 0 && target < count ? to_float(row[target]) : 0.0f;
+}
+
+// Every thread joins the parts by itself, in the same order.
+template <typename T, int W>
+__global__ void __launch_bounds__(CLASSIFIER_THREADS)
+classifier_gradient_kernel(T *logits, float *losses, const float *statistics, int parts, const int32_t *targets, int count, int width, int64_t first_column,
+                           float dloss, bool write_dlogits) {
+    T *row = logits + (int64_t)blockIdx.x * width;
+    const bool masked = targets[blockIdx.x] < 0;
+    const int64_t target = targets[blockIdx.x] - first_column;
+    Denominator all = denominator_empty();
+    float at_target = 0;
+    for (int p = 0; p < parts; p++) {
+        const float *s = statistics + 3 * ((int64_t)p * gridDim.x + blockIdx.x);
+        all = denominator_join(all, {s[0], s[1]});
+        at_target += s[2];
+    }
+    if (threadIdx.x == 0) losses[blockIdx.x] = masked ? 0.0f : logf(all.sum) + all.largest - at_target;
+    if (!write_dlogits) return;
+    const float scale = dloss / all.sum;
+    for (int c = threadIdx.x * W; c < width; c += blockDim.x * W) {
+        Vec<T, W> x = vec_load<W>(row + c), y;
+#pragma unroll
+        for (int i = 0; i < W; i++) {
+            const float e = exp_fast(x.at(i) - all.largest);
+            y.set(i, masked || c + i >= count ? 0.0f : c + i == target ? (e / all.sum - 1.0f) * dloss : e * scale);
+        }
+        vec_store<W>(row + c, y);
+    }
+}
+
+// Columns of a part of `width` that are tokens.
+static int64_t columns_below(int64_t V, int64_t first, int64_t width) { return max_i64(0, min_i64(width, V - first)); }
+
+void cuda::classifier_statistics(Tensor statistics, Tensor logits, const int32_t *targets, int64_t V, int64_t first, Stream stream) {
+    const int64_t rows = tensor_rows(logits), width = tensor_columns(logits);
+    const cudaStream_t s = (cudaStream_t)stream;
+    CHECK(V >= 1 && first >= 0 && width < INT32_MAX / 2, "classifier_statistics: %" PRId64 " columns from %" PRId64 ", V is %" PRId64, width, first, V);
+    check_f32("classifier_statistics", "statistics", statistics, rows, 3);
+    if (rows == 0) return;
+    const bool aligned = width * dtype_bytes(logits.dtype) % 16 == 0 && is_aligned(logits.data, 16);
+    FLOATX_SWITCH(logits.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(), {
+        const int threads = (int)min_i64(CLASSIFIER_THREADS, round_up(ceil_div(width, W), 32));
+        classifier_statistics_kernel<floatX, W><<<grid_blocks(rows), threads, 0, s>>>(
+            elements<float>(statistics), elements<const floatX>(logits), targets, (int)columns_below(V, first, width), (int)width, first);
+    }));
+    launch_check();
+}
+
+void cuda::classifier_from_statistics(Tensor logits, Tensor losses, Tensor statistics, const int32_t *targets, int64_t V, int64_t first, float dloss,
+                                      bool write_dlogits, Stream stream) {
+    const int64_t rows = tensor_rows(logits), width = tensor_columns(logits), parts = statistics.shape[0];
+    const char *const name = "classifier_from_statistics";
+    const cudaStream_t s = (cudaStream_t)stream;
+    CHECK(V >= 1 && first >= 0 && width < INT32_MAX / 2 && statistics.ndim == 3, "%s: %" PRId64 " columns from %" PRId64 ", V is %" PRId64 ", statistics have %d dimensions",
+          name, width, first, V, statistics.ndim);
+    check_f32(name, "statistics", statistics, parts * rows, 3);
+    check_f32(name, "losses", losses, 1, rows);
+    if (rows == 0) return;
+    const bool aligned = width * dtype_bytes(logits.dtype) % 16 == 0 && is_aligned(logits.data, 16);
+    FLOATX_SWITCH(logits.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(), {
+        const int threads = (int)min_i64(CLASSIFIER_THREADS, round_up(ceil_div(width, W), 32));
+        classifier_gradient_kernel<floatX, W><<<grid_blocks(rows), threads, 0, s>>>(
+            elements<floatX>(logits), elements<float>(losses), elements<const float>(statistics), (int)parts, targets, (int)columns_below(V, first, width),
+            (int)width, first, dloss, write_dlogits);
+    }));
+    launch_check();
 }

@@ -1,4 +1,4 @@
-// elementwise.cu - kernels that see one element at a time: GELU, conversions, sums, fill.
+// elementwise.cu - kernels that see one element at a time: GELU, conversions, sums, fill, and blocks that change places.
 #include "common.cuh"
 
 enum { ELEMENT_THREADS = 256 };
@@ -160,6 +160,55 @@ void cuda::sum_parts(Tensor y, Tensor parts, bool accumulate, Stream stream) {
     check_shape("sum_parts", "y", y, 1, tensor_columns(parts));
     if (tensor_numel(parts) == 0) return;
     FLOATX_SWITCH(y.dtype, sum_parts_launch<floatX>(y, parts, accumulate, stream));
+}
+
+// A thread's W elements lie in one row of C.
+template <typename T, int W>
+__global__ void __launch_bounds__(ELEMENT_THREADS) residual_forward_kernel(T *out, const T *x, const T *delta, const T *bias, int64_t n, int C) {
+    int64_t at = element_index<W>();
+    if (at >= n) return;
+    Vec<T, W> v = vec_load<W>(x + at), d = vec_load<W>(delta + at), b;
+    if (bias) b = vec_load<W>(bias + at % C);
+#pragma unroll
+    for (int i = 0; i < W; i++) v.set(i, v.at(i) + (d.at(i) + (bias ? b.at(i) : 0.0f)));
+    vec_store<W>(out + at, v);
+}
+
+void cuda::residual_forward(Tensor out, Tensor x, Tensor delta, Tensor bias, Stream stream) {
+    const int64_t rows = tensor_rows(out), C = tensor_columns(out), n = rows * C;
+    const cudaStream_t s = (cudaStream_t)stream;
+    check_act("residual_forward", "x", x, rows, C, out.dtype);
+    check_act("residual_forward", "delta", delta, rows, C, out.dtype);
+    if (bias.data) check_act("residual_forward", "bias", bias, 1, C, out.dtype);
+    const bool aligned = C * dtype_bytes(out.dtype) % 16 == 0 && is_aligned(out.data, 16) && is_aligned(x.data, 16) && is_aligned(delta.data, 16) && is_aligned(bias.data, 16);
+    if (n == 0) return;
+    FLOATX_SWITCH(out.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(),
+        residual_forward_kernel<floatX, W><<<element_blocks(n, W), ELEMENT_THREADS, 0, s>>>(
+            elements<floatX>(out), elements<const floatX>(x), elements<const floatX>(delta), elements<const floatX>(bias), n, (int)C)));
+    launch_check();
+}
+
+// out[j,i,:] = inp[i,j,:] for words of any type; `inner` words a block. Reads are in order.
+template <typename WORD>
+__global__ void __launch_bounds__(ELEMENT_THREADS) swap_blocks_kernel(WORD *out, const WORD *inp, int64_t n1, int64_t n2, int64_t inner) {
+    const int64_t at = element_index<1>(), block = at / inner;
+    if (at >= n1 * n2 * inner) return;
+    out[(block % n2 * n1 + block / n2) * inner + at % inner] = inp[at];
+}
+
+void cuda::swap_blocks(Tensor out, Tensor inp, Stream stream) {
+    const int64_t n1 = inp.shape[0], n2 = inp.shape[1], inner = inp.shape[2], n = tensor_numel(inp), block = inner * dtype_bytes(inp.dtype);
+    const cudaStream_t s = (cudaStream_t)stream;
+    CHECK(inp.ndim == 3 && out.ndim == 3 && out.dtype == inp.dtype && out.shape[0] == n2 && out.shape[1] == n1 && out.shape[2] == inner,
+          "swap_blocks: %" PRId64 " x %" PRId64 " blocks of %" PRId64 " from %" PRId64 " x %" PRId64 " of %" PRId64, out.shape[0], out.shape[1], out.shape[2], n1, n2, inner);
+    if (n == 0) return;
+    if (block % 16 == 0 && is_aligned(out.data, 16) && is_aligned(inp.data, 16))
+        swap_blocks_kernel<<<element_blocks(n1 * n2 * block / 16, 1), ELEMENT_THREADS, 0, s>>>((uint4 *)out.data, (const uint4 *)inp.data, n1, n2, block / 16);
+    else if (dtype_bytes(inp.dtype) == 4)
+        swap_blocks_kernel<<<element_blocks(n, 1), ELEMENT_THREADS, 0, s>>>((uint32_t *)out.data, (const uint32_t *)inp.data, n1, n2, inner);
+    else
+        swap_blocks_kernel<<<element_blocks(n, 1), ELEMENT_THREADS, 0, s>>>((uint16_t *)out.data, (const uint16_t *)inp.data, n1, n2, inner);
+    launch_check();
 }
 
 template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) fill_kernel(T *out, float value, int64_t n) {

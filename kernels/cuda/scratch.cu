@@ -28,8 +28,8 @@ int64_t cuda::scratch_bytes(int64_t B, int64_t T, int64_t C, int64_t NH) {
     int64_t attention_backward = rows * NH * f32;
     if (!present || hopper_available()) attention_backward = attention_backward_hopper_scratch(B * NH, T, C / NH, sms);
     const int64_t layernorm_backward = sms * 4 * COLUMN_SUMS * C * f32;
-    // Three lists of tokens, sums of chunks of 32 tokens, and the sort, which keeps a second copy of keys and values.
-    const int64_t embedding_backward = 3 * rows * 4 + rows / 32 * 2 * C * f32 + 9 * rows + (1 << 20);
+    // Up to four lists of tokens, sums of chunks of 32 tokens, and the sort, which keeps a second copy of keys and values.
+    const int64_t embedding_backward = 4 * rows * 4 + rows / 32 * 2 * C * f32 + 9 * rows + (1 << 20);
     return piece_bytes(max_i64(max_i64(attention_backward, layernorm_backward), embedding_backward));
 }
 
