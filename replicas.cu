@@ -7,6 +7,9 @@
 // there, and the update, which changes each rank's part of them. The ranks compare the largest and the smallest hash; where they
 // differ the unit's tensors are hashed one by one, and the ranks in the minority are named. No update is made from weights
 // that differ.
+//
+// With tensor or pipeline parallelism there are several parts of the model, each with replicas of its own: all are compared at once, in
+// one list of hashes in which a rank fills the places of its part.
 #pragma once
 #include "zero.cu"
 #include "runtime/agree.h"
@@ -31,8 +34,13 @@ static void replicas_halves(double *half, const uint64_t *hash, int n) {
     for (int i = 0; i < n; i++) half[2 * i] = (double)(uint32_t)hash[i], half[2 * i + 1] = (double)(hash[i] >> 32);
 }
 
-// The ranks whose hash is not that of the majority, as "rank 2 from the other 3"; without a majority all of them.
-static void replicas_name(char *text, const double *all, int world) {
+// Which part of the model this rank holds, out of how many.
+static int replicas_part(const Zero *z) { return z->grid.coord.pp * z->grid.size.tp + z->grid.coord.tp; }
+static int replicas_parts(const Zero *z) { return z->grid.size.pp * z->grid.size.tp; }
+
+// The ranks whose hash is not that of the majority, as "rank 2 from the other 3"; without a majority all of them. all: halves of the
+// hashes of the n replicas, first all first halves; rank: who they are.
+static void replicas_name(char *text, const double *all, const int *rank, int world) {
     size_t length = 0;
     int best = 0, best_same = 0;
     text[0] = 0;
@@ -46,49 +54,71 @@ static void replicas_name(char *text, const double *all, int world) {
     agree_put(text, &length, !majority ? "ranks " : differ == 1 ? "rank " : "ranks ");
     for (int r = 0; r < world && told < 16; r++) {
         if (majority && all[r] == all[best] && all[world + r] == all[world + best]) continue;
-        agree_put(text, &length, "%s%d", told++ ? ", " : "", r);
+        agree_put(text, &length, "%s%d", told++ ? ", " : "", rank[r]);
     }
     if (majority && differ > told) agree_put(text, &length, ", ...");
     agree_put(text, &length, majority ? " from the other %d" : " (no majority among %d)", majority ? best_same : world);
 }
 
-// Largest and smallest of the ranks' n hashes: do they all agree? The first that does not, or -1.
-static int replicas_first_difference(const uint64_t *hash, int n) {
-    double *least = (double *)host_alloc(sizeof(double) * 4 * (size_t)n), *most = least + 2 * n;
-    int found = -1;
-    replicas_halves(least, hash, n);
-    memcpy(most, least, sizeof(double) * 2 * (size_t)n);
-    comm_host_all_reduce(least, 2 * n, COMM_MIN);
-    comm_host_all_reduce(most, 2 * n, COMM_MAX);
-    for (int i = n - 1; i >= 0; i--) if (memcmp(least + 2 * i, most + 2 * i, 2 * sizeof(double)) != 0) found = i;
+// Largest and smallest of the ranks' n hashes of each part: do they all agree? The first that does not, as part * n + place, or -1.
+// hash: this rank's, of its part; null if it has none to give.
+static int replicas_first_difference(const Zero *z, const uint64_t *hash, int n) {
+    int all = n * replicas_parts(z), found = -1;
+    double *least = (double *)host_alloc(sizeof(double) * 4 * (size_t)all), *most = least + 2 * all;
+    for (int i = 0; i < 2 * all; i++) least[i] = INFINITY, most[i] = -INFINITY;
+    if (hash) {
+        replicas_halves(least + 2 * n * replicas_part(z), hash, n);
+        replicas_halves(most + 2 * n * replicas_part(z), hash, n);
+    }
+    comm_host_all_reduce(least, 2 * all, COMM_MIN);
+    comm_host_all_reduce(most, 2 * all, COMM_MAX);
+    for (int i = all - 1; i >= 0; i--) if (least[2 * i] < most[2 * i] || least[2 * i + 1] < most[2 * i + 1]) found = i;
     free(least);
     return found;
 }
 
-// Ends the program: the ranks hold different weights in unit u. Names ranks and tensor.
-__attribute__((noreturn)) static void replicas_differ(Replicas *r, Zero *z, int u, int64_t step) {
+// Says who differs in a hash of a part: all ranks come here, those of other parts with no matter what.
+static void replicas_tell(const Zero *z, char who[AGREE_TEXT], int part, uint64_t hash) {
+    const int world = z->grid.world, n = z->grid.zero_size;
+    int *rank = (int *)host_alloc(sizeof(int) * (size_t)n), members = 0;
+    double half[2], *mine = (double *)host_alloc(sizeof(double) * 2 * (size_t)n);
+    replicas_halves(half, &hash, 1);
+    double *all = agree_gather(half, 2, z->grid.rank, world);
+    for (int r = 0; r < world; r++) {
+        GridAxes c = grid_coords(r, z->grid.size);
+        if (c.pp * z->grid.size.tp + c.tp != part) continue;
+        mine[members] = all[r], mine[n + members] = all[world + r];
+        rank[members++] = r;
+    }
+    replicas_name(who, mine, rank, n);
+    free(rank);
+    free(mine);
+    free(all);
+}
+
+// Ends the program: the ranks that hold a part of the model have different weights in unit u. Names ranks and tensor.
+__attribute__((noreturn)) static void replicas_differ(Replicas *r, Zero *z, int part, int u, int64_t step) {
     const ParamTable *table = &z->model->table;
-    Group g = z->gather_group;
+    const bool member = replicas_part(z) == part;
     const char *tensor = "the space between its tensors";
     uint64_t hash = r->host_hash[u];
     for (int i = table->unit[u].first_row; i < table->unit[u].first_row + table->unit[u].n_rows; i++) {
         const ParamDesc *row = &table->row[i];
-        if (row->numel == 0) continue;
-        int64_t element = dtype_bytes(z->model->dtype), first = row->offset * element / 4;
-        int64_t n = min_i64(round_up(row->numel, ROW_ALIGN), z->unit[u].whole - row->offset);
-        hash_words(&r->hash[0], tensor1((char *)z->unit[u].param + row->offset * element, z->model->dtype, n), first, false, z->stream);
-        device_copy(r->host_hash, r->hash, 8, COPY_TO_HOST, z->stream);
-        stream_sync(z->stream);
-        if (replicas_first_difference(r->host_hash, 1) < 0) continue;
+        const bool gives = member && row->numel > 0;
+        if (gives) {
+            int64_t element = dtype_bytes(z->model->dtype), first = row->offset * element / 4;
+            int64_t n = min_i64(round_up(row->numel, ROW_ALIGN), z->unit[u].whole - row->offset);
+            hash_words(&r->hash[0], tensor1((char *)z->unit[u].param + row->offset * element, z->model->dtype, n), first, false, z->stream);
+            device_copy(r->host_hash, r->hash, 8, COPY_TO_HOST, z->stream);
+            stream_sync(z->stream);
+        }
+        if (replicas_first_difference(z, gives ? r->host_hash : NULL, 1) < 0) continue;
         hash = r->host_hash[0];
         tensor = row->name;
         break;
     }
-    double half[2];
     char who[AGREE_TEXT];
-    replicas_halves(half, &hash, 1);
-    double *all = agree_gather(half, 2, g.rank, g.size);
-    replicas_name(who, all, g.size);
+    replicas_tell(z, who, part, hash);
     die_alike(EXIT_NUMERICS, "step %" PRId64 ": the ranks hold different weights: %s (unit %d) differs on %s; a fault of memory, a GPU or a link; " AGREE_ADVICE, step, tensor, u, who);
 }
 
@@ -105,6 +135,6 @@ static void replicas_check(Replicas *r, Zero *z, int64_t step) {
         if (replicas_held(z, u)) hash_words(&r->hash[u], tensor1(z->unit[u].param, z->model->dtype, z->unit[u].whole), 0, false, z->stream);
     device_copy(r->host_hash, r->hash, n * 8, COPY_TO_HOST, z->stream);
     stream_sync(z->stream);
-    int u = replicas_first_difference(r->host_hash, n);
-    if (u >= 0) replicas_differ(r, z, u, step);
+    int found = replicas_first_difference(z, r->host_hash, n);
+    if (found >= 0) replicas_differ(r, z, found / n, found % n, step);
 }

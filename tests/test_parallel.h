@@ -289,10 +289,11 @@ static void test_agreement(Test *t) {
     expect_equal_i64(t, "fields that differ", agree_describe(text, two, name, 3, 2, NULL, NULL), 2);
     expect_equal_text(t, "two ranks", text, "lr is 1 on rank 0, 2 on rank 1; step is 0.10000000000000001 on rank 0, 0.5 on rank 1");
     const double halves[] = {1, 1, 9, 1, /**/ 3, 3, 3, 4};
-    replicas_name(text, halves, 4);
+    const int ranks[] = {0, 1, 2, 3};
+    replicas_name(text, halves, ranks, 4);
     expect_equal_text(t, "who holds other weights", text, "ranks 0, 1, 2, 3 (no majority among 4)");
     const double most[] = {1, 1, 9, 1, /**/ 3, 3, 3, 3};
-    replicas_name(text, most, 4);
+    replicas_name(text, most, ranks, 4);
     expect_equal_text(t, "who holds other weights", text, "rank 2 from the other 3");
 }
 
