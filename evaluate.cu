@@ -251,6 +251,8 @@ static void run_reader(Trainer *t) {
     else if (cfg->export_dir[0]) {
         hf_export(cfg->export_dir, &t->model.c, &t->model.table, t->model.dtype, trainer_weights_get, &t->zero);
         zero_ask(ASK_DONE, 0, 0);
+        if (t->model.c.attention_window_size > 0 && t->model.c.attention_window_size < t->model.c.n_positions)
+            note("sequence_parallel.attention_window_size = %" PRId64 ": a GPT-2 folder cannot say this; whoever loads %s elsewhere lets each token see all before it, and gets other results for longer texts", t->model.c.attention_window_size, cfg->export_dir);
         printf("exported to %s\n", cfg->export_dir);
     }
     if (cfg->generate) generate_text(t, cfg->generate_prompt, cfg->run.sample_tokens > 0 ? cfg->run.sample_tokens : 256, (uint64_t)cfg->run.seed);

@@ -670,6 +670,8 @@ row_generate_and_export() {
     run_expect 0 -c config.json --export exported || return
     expect "config.json" python3 -c 'import json; c = json.load(open("exported/config.json")); assert c["model_type"] == "gpt2" and c["n_embd"] == 32 and c["n_layer"] == 2, c'
     expect "weights" test -s exported/model.safetensors
+    run_expect 0 -c config.json sequence_parallel.attention_window_size=8 --export windowed || return
+    says "a GPT-2 folder cannot say this"
     # an exported model is a starting point whose first loss is near the last one, not near log(256)
     run_expect 0 -c config.json model.init_from=exported run.output_dir=tuned run.steps=1 || return
     expect "first loss of the fine-tuned run" python3 -c '
