@@ -126,12 +126,12 @@ typedef struct {
     int64_t activation_checkpoint_interval; // blocks in a segment, the other way to say it; 0 = not given
 } ActivationCheckpointingConfig;
 
-typedef enum { PIPELINE_1F1B, PIPELINE_GPIPE, PIPELINE_INTERLEAVED } PipelineSchedule;
+typedef enum { PIPELINE_1F1B, PIPELINE_GPIPE, PIPELINE_INTERLEAVED, PIPELINE_ZB_H1, PIPELINE_ZB_V } PipelineSchedule;
 
 typedef struct {
     int64_t tensor, pipeline, sequence, data; // degrees; their product is the number of ranks
     PipelineSchedule pipeline_schedule;
-    int64_t virtual_pipeline;                 // model chunks a stage; 1 unless Interleaved
+    int64_t virtual_pipeline;                 // model chunks a stage; 1 unless Interleaved or ZB-V
 } ParallelConfig;
 
 typedef struct {

@@ -185,13 +185,15 @@ static void config_resolve_parallel(ConfigReader *r) {
         config_say_key(r, CONFIG_INFO, "sequence_parallel.enabled", "without a degree: sequence_parallel_size = %" PRId64, p->sequence);
     }
     bool interleaved = p->pipeline_schedule == PIPELINE_INTERLEAVED && p->pipeline > 1;
+    bool comes_back = p->pipeline_schedule == PIPELINE_ZB_V && p->pipeline > 1, zero_bubble = comes_back || p->pipeline_schedule == PIPELINE_ZB_H1;
+    int64_t chunks = interleaved || comes_back ? 2 : 1;
     if (p->virtual_pipeline == 0) {
-        p->virtual_pipeline = interleaved ? 2 : 1;
+        p->virtual_pipeline = chunks;
         config_derive(r, "virtual_pipeline_model_parallel_size", ORIGIN_DERIVED);
-    } else if (!interleaved && p->virtual_pipeline != 1) {
-        config_say_key(r, CONFIG_NOTICE, "virtual_pipeline_model_parallel_size",
+    } else if (!interleaved && p->virtual_pipeline != chunks) {
+        config_say_key(r, CONFIG_NOTICE, "virtual_pipeline_model_parallel_size", comes_back ? "has no effect: with pipeline_schedule ZB-V each stage has two chunks" :
                        "has no effect: it belongs to pipeline_schedule Interleaved with more than one stage");
-        p->virtual_pipeline = 1;
+        p->virtual_pipeline = chunks;
     }
     BatchConfig *b = &c->batch;
     static const char *const corners[] = {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"};
@@ -226,9 +228,10 @@ static void config_resolve_parallel(ConfigReader *r) {
                        "must be a multiple of the %" PRId64 " stages with pipeline_schedule Interleaved; the next one is %" PRId64,
                        p->pipeline, round_up(solved.accumulation, p->pipeline));
     else if (p->pipeline > 1 && solved.accumulation < p->pipeline)
-        config_say_key(r, CONFIG_NOTICE, "gradient_accumulation_steps",
-                       "is less than the %" PRId64 " stages: %.0f %% of the time is idle (the bubble is (p-1)/(m+p-1))", p->pipeline,
-                       100.0 * (double)(p->pipeline - 1) / (double)(solved.accumulation + p->pipeline - 1));
+        config_say_key(r, CONFIG_NOTICE, "gradient_accumulation_steps", // as pipeline.cu simulates it, with F = B = w
+                       "is less than the %" PRId64 " stages: %.0f %% of the time is idle (the bubble is %s)", p->pipeline,
+                       100.0 * (double)(zero_bubble ? 2 * p->pipeline - 1 - solved.accumulation : p->pipeline - 1) / (double)((zero_bubble ? 2 * solved.accumulation + p->pipeline : solved.accumulation) + p->pipeline - 1),
+                       zero_bubble ? "(2p-1-m)/(2m+2p-1)" : "(p-1)/(m+p-1)");
     if (m->n_layer && p->pipeline > 1 && m->n_layer < p->pipeline * p->virtual_pipeline)
         config_say_key(r, CONFIG_PROBLEM, "pipeline_model_parallel_size",
                        "x %" PRId64 " chunks is more than the model's %" PRId64 " layers; lower it", p->virtual_pipeline, m->n_layer);

@@ -79,7 +79,7 @@ static void backward_chunk(Trainer *t, int chunk, ActSlot *a) {
 // wall_clock_breakdown: where the time of the update that was just enqueued went. The host waits for its end.
 static void measure_phases(Trainer *t, StepStats *s) {
     if (!t->cfg->wall_clock_breakdown) return;
-    double ms[OP_BWD + 1] = {0};
+    double ms[OP_COUNT] = {0};
     event_sync(t->mark[t->pipe.n + 1]);
     for (int i = 0; i < t->pipe.n; i++) ms[t->pipe.prog[i].op] += event_elapsed_ms(t->mark[i], t->mark[i + 1]);
     s->has_phases = true;
@@ -101,7 +101,7 @@ static StepStats train_step(Trainer *t) {
 
     for (int i = 0; i < t->pipe.n; i++) {
         Instr in = t->pipe.prog[i];
-        ActSlot *a = &t->acts.slot[in.mb % t->pipe.n_slots];
+        ActSlot *a = &t->acts.slot[in.mb % t->pipe.n_slots[in.chunk]];
         watch_progress(t->step, in.mb, in.op == OP_LOAD ? WATCH_DATA : in.op == OP_FWD ? WATCH_FORWARD : WATCH_BACKWARD);
         switch (in.op) {
         case OP_LOAD: load_micro_batch(t, in.mb, a); break;
@@ -110,6 +110,7 @@ static StepStats train_step(Trainer *t) {
             t->zero.last_micro_batch = in.mb == t->pipe.n_micro_batches - 1;
             backward_chunk(t, in.chunk, a);
             break;
+        default: CHECK(false, "%s with one stage", op_names[in.op]);
         }
         event_record(t->mark[i + 1], t->stream);
     }

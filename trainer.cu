@@ -554,12 +554,13 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     t->model.sp = t->groups.sp;
     if (cfg->run.cuda_graphs) t->model.graphs = graphs_create(t->stream, GRAPHS_PER_UNIT * t->model.table.n_units);
     t->model.deterministic = cfg->run.deterministic;
-    pipeline_init(&t->pipe, (int)cfg->batch.gradient_accumulation_steps);
+    const ChunkCost whole = {1, 1, 1}; // one stage: the program has no bubble, whatever anything costs
+    pipeline_init(&t->pipe, cfg->parallel.pipeline_schedule, 1, 1, 0, (int)cfg->batch.gradient_accumulation_steps, &whole);
     t->planned = plan_memory(cfg, &t->model, grid, t->groups.reduce.direct, B, with_backward, &t->planned_host);
     memory_must_fit(t);
     host_memory_must_fit(t);
     zero_init(&t->zero, &t->model, zero_options(&cfg->zero), &t->groups, optimizer_n_states(&cfg->optimizer), with_backward);
-    acts_init(&t->acts, acts_layout(cfg, &t->model, t->pipe.n_slots, B, with_backward), cfg->activation_checkpointing.profile, cfg->activation_checkpointing.synchronize_checkpoint_boundary);
+    acts_init(&t->acts, acts_layout(cfg, &t->model, t->pipe.n_slots[0], B, with_backward), cfg->activation_checkpointing.profile, cfg->activation_checkpointing.synchronize_checkpoint_boundary);
     trainer_list_uses(t);
     optimizer_init(&t->opt, cfg, t->stream);
     for (int i = 0; i < 2; i++) {

@@ -59,6 +59,13 @@ void comm_all_to_all(Group g, void *parts, const void *full, int64_t n, DType t,
 void comm_all_reduce(Group g, void *x, int64_t n, DType t, Stream s);
 void comm_all_reduce_double(Group g, double *x, int64_t n, CommOp op, Stream s);
 
+// Bytes to the group's rank `peer`, and from it. A rank's sends to another are taken by that one's receives in the order in which they
+// were enqueued. A send may last until its receive takes it, and holds up what comes behind it on its group or its stream: what may
+// not wait for each other needs groups of its own (pipeline.cu says what this means). The watch, which compares what the ranks of a
+// group have begun, understands groups of two ranks that use them in one direction. Not in a batch, and not to oneself.
+void comm_send(Group g, const void *x, int64_t bytes, int peer, Stream s);
+void comm_receive(Group g, void *x, int64_t bytes, int peer, Stream s);
+
 // x of the group's rank `root` to all.
 void comm_broadcast(Group g, void *x, int64_t bytes, int root, Stream s);
 

@@ -216,7 +216,7 @@ static void add_pieces(char *result, const char *pieces, int ranks, int64_t n, E
 // ---------------------------------------------------------------------------------------------------------------
 // A collective from its start to its end
 
-typedef enum { KIND_ALL_GATHER, KIND_REDUCE_SCATTER, KIND_ALL_TO_ALL, KIND_ALL_REDUCE, KIND_BROADCAST } Kind;
+typedef enum { KIND_ALL_GATHER, KIND_REDUCE_SCATTER, KIND_ALL_TO_ALL, KIND_ALL_REDUCE, KIND_BROADCAST, KIND_SEND, KIND_RECEIVE } Kind;
 
 typedef struct Collective {
     DeviceWork work;          // first: streams hold this
@@ -224,7 +224,7 @@ typedef struct Collective {
     Group group;
     Element element;
     CommOp op;
-    int root;
+    int root;                 // of a broadcast; of a send or receive, the other rank
     char *target;             // where the result belongs
     int64_t target_bytes;     // 0 if this rank gets none
     const char *source;       // what this rank gives
@@ -246,12 +246,12 @@ typedef struct Collective {
 static Collective *in_flight; // started and not arrived, oldest first
 
 static const char *kind_name(Kind k) {
-    static const char *const name[] = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"};
+    static const char *const name[] = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send", "receive"};
     return name[k];
 }
 
 static WatchOp watch_op(Kind k) {
-    static const WatchOp op[] = {WATCH_ALL_GATHER, WATCH_REDUCE_SCATTER, WATCH_ALL_TO_ALL, WATCH_ALL_REDUCE, WATCH_BROADCAST};
+    static const WatchOp op[] = {WATCH_ALL_GATHER, WATCH_REDUCE_SCATTER, WATCH_ALL_TO_ALL, WATCH_ALL_REDUCE, WATCH_BROADCAST, WATCH_SEND, WATCH_RECEIVE};
     return op[k];
 }
 
@@ -292,11 +292,17 @@ static void gather_start(Collective *c, MPI_Comm comm) {
     MPI_TRY(MPI_Iallgather(in_place ? MPI_IN_PLACE : c->sent, count, type, c->received, count, type, comm, &c->request));
 }
 
+// A send of MPI may end before its receive has begun, one of NCCL does not. In DEBUG, and with COMM_SYNCHRONOUS in the environment, none
+// here does: what would stand still on GPUs stands still.
+static bool sends_wait(void) { return DEVICE_STRICT || getenv("COMM_SYNCHRONOUS"); }
+
 static void collective_start(Collective *c) {
     Channel *channel = &channels[c->group.channel];
     MPI_Datatype type;
     const int count = piece_count(c, &type);
-    if (c->kind == KIND_BROADCAST)
+    if (c->kind == KIND_SEND) MPI_TRY((sends_wait() ? MPI_Issend : MPI_Isend)(c->sent, count, type, c->root, 0, channel->comm, &c->request));
+    else if (c->kind == KIND_RECEIVE) MPI_TRY(MPI_Irecv(c->received, count, type, c->root, 0, channel->comm, &c->request));
+    else if (c->kind == KIND_BROADCAST)
         MPI_TRY(MPI_Ibcast(c->group.rank == c->root ? c->sent : c->received, count, type, c->root, channel->comm, &c->request));
     else if (c->kind == KIND_REDUCE_SCATTER || c->kind == KIND_ALL_TO_ALL || c->two_halves)
         MPI_TRY(MPI_Ialltoall(c->sent, count, type, c->received, count, type, channel->comm, &c->request));
@@ -514,6 +520,28 @@ void comm_broadcast(Group g, void *x, int64_t bytes, int root, Stream s) {
     c->root = root;
     if (g.rank == root) collective_give(c, device_cpu_address(x), bytes);
     else collective_take(c, device_cpu_address(x), bytes);
+    collective_enqueue(c, s);
+}
+
+static Collective *message_new(Kind kind, Group g, int64_t bytes, int peer) {
+    CHECK(peer >= 0 && peer < g.size && peer != g.rank, "%s between ranks %d and %d of %d", kind_name(kind), g.rank, peer, g.size);
+    Collective *c = collective_new(kind, g, ELEMENT_FP32, 0);
+    c->bytes = bytes;
+    c->root = peer;
+    return c;
+}
+
+void comm_send(Group g, const void *x, int64_t bytes, int peer, Stream s) {
+    if (bytes == 0) return;
+    Collective *c = message_new(KIND_SEND, g, bytes, peer);
+    collective_give(c, device_cpu_address(x), bytes);
+    collective_enqueue(c, s);
+}
+
+void comm_receive(Group g, void *x, int64_t bytes, int peer, Stream s) {
+    if (bytes == 0) return;
+    Collective *c = message_new(KIND_RECEIVE, g, bytes, peer);
+    collective_take(c, device_cpu_address(x), bytes);
     collective_enqueue(c, s);
 }
 

@@ -465,6 +465,25 @@ void comm_broadcast(Group g, void *x, int64_t bytes, int root, Stream s) {
     collective_end(c, ncclBroadcast(x, x, (size_t)bytes, ncclUint8, root, c->comm, (cudaStream_t)s), "ncclBroadcast");
 }
 
+static Channel *channel_to(Group g, int peer) {
+    CHECK(peer >= 0 && peer < g.size && peer != g.rank, "a message between ranks %d and %d of a group of %d", g.rank, peer, g.size);
+    return channel_of(g);
+}
+
+void comm_send(Group g, const void *x, int64_t bytes, int peer, Stream s) {
+    Channel *c = channel_to(g, peer);
+    if (bytes == 0) return;
+    collective_begin(c, WATCH_SEND, bytes, s);
+    collective_end(c, ncclSend(x, (size_t)bytes, ncclUint8, peer, c->comm, (cudaStream_t)s), "ncclSend");
+}
+
+void comm_receive(Group g, void *x, int64_t bytes, int peer, Stream s) {
+    Channel *c = channel_to(g, peer);
+    if (bytes == 0) return;
+    collective_begin(c, WATCH_RECEIVE, bytes, s);
+    collective_end(c, ncclRecv(x, (size_t)bytes, ncclUint8, peer, c->comm, (cudaStream_t)s), "ncclRecv");
+}
+
 void comm_batch_begin(void) {
     CHECK(!batch, "a batch inside a batch");
     ncclResult_t result = star.world > 1 ? ncclGroupStart() : ncclSuccess;

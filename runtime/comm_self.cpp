@@ -32,6 +32,8 @@ void comm_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, S
 void comm_all_to_all(Group g, void *parts, const void *full, int64_t n, DType t, Stream s) { comm_all_gather(g, parts, full, n, t, s); }
 void comm_all_reduce(Group, void *, int64_t, DType, Stream) {}
 void comm_all_reduce_double(Group, double *, int64_t, CommOp, Stream) {}
+void comm_send(Group g, const void *, int64_t, int peer, Stream) { CHECK(false, "a send to rank %d in a group of %d", peer, g.size); }
+void comm_receive(Group g, void *, int64_t, int peer, Stream) { CHECK(false, "a receive from rank %d in a group of %d", peer, g.size); }
 void comm_broadcast(Group, void *, int64_t, int, Stream) {}
 void comm_batch_begin(void) {}
 void comm_batch_end(void) {}

@@ -621,6 +621,112 @@ static void test_batch(Test *t) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
+// Messages
+
+static void fill_message(char *x, int64_t bytes, int from, int to, int64_t salt) {
+    for (int64_t i = 0; i < bytes; i++) x[i] = (char)(i * 29 + from * 7 + to * 3 + salt * 11 + 1);
+}
+
+// Each rank of each group to each other one, in sizes of every kind, zero bytes among them.
+static void case_messages(Test *t, const TestGroup *g, int64_t bytes, Stream s) {
+    char *want = (char *)host_alloc((size_t)bytes);
+    for (int from = 0; from < g->n; from++)
+        for (int to = 0; to < g->n; to++) {
+            if (from == to || (g->group.rank != from && g->group.rank != to)) continue;
+            char what[160];
+            CommBuffer x = comm_buffer(bytes, s);
+            fill_message(want, bytes, g->rank[from], g->rank[to], bytes);
+            if (g->group.rank == from) {
+                comm_buffer_write(x, 0, want, bytes, s);
+                comm_send(g->group, x.at, bytes, to, s);
+            } else comm_receive(g->group, x.at, bytes, from, s);
+            snprintf(what, sizeof what, "a message of %" PRId64 " bytes from %d to %d of %s (%d ranks)", bytes, from, to, g->name, g->n);
+            comm_buffer_expect(t, what, x, want, s);
+        }
+    if (g->n == 1) expect_equal_i64(t, "ranks", g->group.size, 1);
+    free(want);
+}
+static void test_message_pairs(Test *t) { each_group_and_size(t, case_messages); }
+
+// As a pipeline does it: numbers go from rank to rank, each adds its own; the next are on their way before the first have arrived, in both
+// directions at once. A link is a group of two ranks for one direction; each rank has a stream for each of its links.
+enum { RELAY_ROUNDS = 12 };
+
+typedef struct {
+    Group out, in;      // empty where there is no neighbour
+    Stream send, receive, work;
+    float *x[RELAY_ROUNDS];
+} Relay;
+
+// Numbers go from the rank `first` to the rank at the other end, upwards or downwards.
+static Relay relay_make(int step) {
+    Relay r;
+    memset(&r, 0, sizeof r);
+    for (int low = 0; low + 1 < test_world.world; low++) {
+        int pair[2] = {low, low + 1}, me = test_world.rank, from = step > 0 ? low : low + 1;
+        bool member = me == low || me == low + 1;
+        Group g = comm_group_create(pair, member ? 2 : 0, false);
+        if (member) *(me == from ? &r.out : &r.in) = g;
+    }
+    r.send = stream_create();
+    r.receive = stream_create();
+    r.work = stream_create();
+    for (int k = 0; k < RELAY_ROUNDS; k++) r.x[k] = (float *)device_malloc((1 + k * 5000) * 4);
+    return r;
+}
+
+static void relay_round(Relay *r, int k, int step) {
+    const int64_t n = 1 + k * 5000;
+    Event e = event_create();
+    Tensor x = tensor1(r->x[k], DTYPE_FP32, n);
+    if (r->in.size) comm_receive(r->in, x.data, n * 4, 1 - r->in.rank, r->receive);
+    event_record(e, r->receive);
+    stream_wait_event(r->work, e);
+    if (!r->in.size) fill(x, (float)k, r->work);
+    float *host = (float *)host_alloc((size_t)n * 4); // adds this rank's number; no kernel here adds a constant
+    device_copy(host, x.data, n * 4, COPY_TO_HOST, r->work);
+    stream_sync(r->work);
+    for (int64_t i = 0; i < n; i++) host[i] += (float)(test_world.rank + 1) * (float)step;
+    device_copy(x.data, host, n * 4, COPY_TO_DEVICE, r->work);
+    stream_sync(r->work);
+    event_record(e, r->work);
+    stream_wait_event(r->send, e);
+    if (r->out.size) comm_send(r->out, x.data, n * 4, 1 - r->out.rank, r->send);
+    event_destroy(e);
+    free(host);
+}
+
+static void relay_end(Test *t, Relay *r, int step) {
+    int world = test_world.world, sum = 0;
+    for (int q = step > 0 ? 0 : world - 1; q != test_world.rank + step; q += step) sum += (q + 1) * step;
+    stream_sync(r->send);
+    for (int k = 0; k < RELAY_ROUNDS; k++) {
+        const int64_t n = 1 + k * 5000;
+        float *got = (float *)host_alloc((size_t)n * 4);
+        device_copy(got, r->x[k], n * 4, COPY_TO_HOST, r->work);
+        stream_sync(r->work);
+        for (int64_t i = 0; i < n; i++) expect_true(t, got[i] == (float)(k + sum), "round %d, element %" PRId64 " is %g, expected %d", k, i, (double)got[i], k + sum);
+        free(got);
+        device_free(r->x[k]);
+    }
+    stream_destroy(r->send);
+    stream_destroy(r->receive);
+    stream_destroy(r->work);
+    comm_group_free(&r->out);
+    comm_group_free(&r->in);
+}
+
+static void test_relay(Test *t) {
+    Relay up = relay_make(1), down = relay_make(-1);
+    for (int k = 0; k < RELAY_ROUNDS; k++) {
+        relay_round(&up, k, 1);
+        relay_round(&down, k, -1);
+    }
+    relay_end(t, &up, 1);
+    relay_end(t, &down, -1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
 // What the CPU backend does in DEBUG to those who forget to wait (runtime/device_cpu.h)
 
 #if COMM_STRICT
@@ -655,6 +761,37 @@ static void test_forgotten_wait(Test *t) {
             comm_buffer_expect(t, "", shard, NULL, s);
             free(ones);
         }
+    stream_destroy(s);
+    comm_group_free(&g);
+}
+
+// What is received reads as NaN until it is waited for. A send lasts until its receive begins, however small it is.
+static void test_forgotten_message(Test *t) {
+    if (test_world.world == 1) { test_skip(t, "one rank has nobody to write to"); return; }
+    Group g = comm_world_group();
+    Stream s = stream_create();
+    const bool sends = g.rank == 0, receives = g.rank == g.size - 1;
+    float one = 1;
+    CommBuffer x = comm_buffer(4, s);
+    const float *seen = (const float *)device_cpu_address(x.at);
+    comm_buffer_write(x, 0, &one, 4, s);
+    const double start = clock_seconds();
+    double together = 0;
+    comm_host_all_reduce(&together, 1, COMM_SUM);
+    if (sends) {
+        comm_send(g, x.at, 4, g.size - 1, s);
+        expect_true(t, *seen == 1, "what is sent reads %g", (double)*seen);
+        stream_sync(s);
+        expect_true(t, clock_seconds() - start > 0.2, "a send that nobody received ended after %g s", clock_seconds() - start);
+    }
+    if (receives) {
+        usleep(300000);
+        comm_receive(g, x.at, 4, 0, s);
+        expect_true(t, isnan(*seen), "what is received reads %g before the wait", (double)*seen);
+        stream_sync(s);
+        expect_true(t, *seen == 1, "what was received reads %g", (double)*seen);
+    }
+    comm_buffer_expect(t, "the message", x, &one, s);
     stream_destroy(s);
     comm_group_free(&g);
 }
@@ -737,6 +874,7 @@ static void test_missing_waits(Test *t) {
     comm_group_free(&g);
 }
 #else
+static void test_forgotten_message(Test *t) { test_skip(t, "only the CPU backend with DEBUG=1 hides results"); }
 static void test_forgotten_wait(Test *t) { test_skip(t, "only the CPU backend with DEBUG=1 hides results"); }
 static void test_missing_waits(Test *t) { test_skip(t, "only the CPU backend with DEBUG=1 looks for missing waits"); }
 #endif
@@ -808,7 +946,10 @@ static const TestRow comm_tests[] = {
     {"opposite_orders", test_opposite_orders},
     {"uneven_waits", test_uneven_waits},
     {"batch", test_batch},
+    {"messages", test_message_pairs},
+    {"relay", test_relay},
     {"forgotten_wait", test_forgotten_wait},
+    {"forgotten_message", test_forgotten_message},
     {"missing_waits", test_missing_waits},
     {"host", test_host},
     {NULL, NULL},

@@ -661,8 +661,11 @@ static void test_combinations(Test *t) {
         {"{" MICRO ", \"tensor_model_parallel_size\": 2}", "model.n_layer=2|model.n_head=3|model.n_embd=48", 2, "tensor_model_parallel_size", "", "", "does not divide the model's 3 heads"},
         {"{" MICRO ", \"tensor_model_parallel_size\": 2}", "model.n_layer=2|model.n_head=4|model.n_embd=48|model.n_inner=75", 2, "tensor_model_parallel_size", "", "", "75 channels inside the MLP"},
         {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"interleaved\"}", "model.n_layer=7|model.n_head=4|model.n_embd=48", 4, "pipeline_model_parallel_size", "", "", "x 2 chunks is more than the model's 7 layers"},
+        {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"zb-v\"}", "model.n_layer=7|model.n_head=4|model.n_embd=48", 4, "pipeline_model_parallel_size", "", "", "x 2 chunks is more than the model's 7 layers"},
+        {"{" MICRO ", \"gradient_accumulation_steps\": 7, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"Zb-h1\"}", "model.n_layer=4|model.n_head=4|model.n_embd=48", 4, "", "pipeline_model_parallel_size", "", NULL},
+        {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"ZB-V\", \"virtual_pipeline_model_parallel_size\": 3}", "model.n_layer=8|model.n_head=4|model.n_embd=48", 4, "", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "each stage has two chunks"},
         {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"gpipe\", \"virtual_pipeline_model_parallel_size\": 3}", "", 4, "", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", NULL},
-        {"{" MICRO ", \"pipeline_schedule\": \"DualPipe\"}", "", 4, "pipeline_schedule", "", "", "give one of 1F1B, GPipe, Interleaved"},
+        {"{" MICRO ", \"pipeline_schedule\": \"DualPipe\"}", "", 4, "pipeline_schedule", "", "", "give one of 1F1B, GPipe, Interleaved, ZB-H1, ZB-V"},
         // C25, C26, C27
         {ZERO("\"stage\": 1"), "", 1, "", "", "zero_optimization.stage", "there is nothing to shard"},
         {ZERO("\"stage\": 2, \"stage3_max_live_parameters\": 5, \"max_reuse_distance\": 6"), "", 2, "", "", "zero_optimization.stage3_max_live_parameters zero_optimization.max_reuse_distance", "has no effect below zero_optimization.stage 3"},
@@ -772,6 +775,7 @@ static void test_batch_triangle(Test *t) {
         {"{\"train_batch_size\": 1.5}", "", 1, "train_batch_size", "", "", "give 1 or 2"},
         {"{\"train_micro_batch_size_per_gpu\": 1, \"gradient_accumulation_steps\": 6, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"Interleaved\"}", "model.preset=gpt2-124M", 4, "gradient_accumulation_steps", "pipeline_model_parallel_size", "", "the next one is 8"},
         {"{\"train_micro_batch_size_per_gpu\": 1, \"gradient_accumulation_steps\": 2, \"pipeline_model_parallel_size\": 4}", "model.preset=gpt2-124M", 4, "", "pipeline_model_parallel_size", "gradient_accumulation_steps", "60 % of the time is idle"},
+        {"{\"train_micro_batch_size_per_gpu\": 1, \"gradient_accumulation_steps\": 2, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"ZB-H1\"}", "model.preset=gpt2-124M", 4, "", "pipeline_model_parallel_size", "gradient_accumulation_steps", "45 % of the time is idle (the bubble is (2p-1-m)/(2m+2p-1))"},
         {"{\"train_micro_batch_size_per_gpu\": 1, \"tensor_model_parallel_size\": 2}", "", 1, "tensor_model_parallel_size", "tensor_model_parallel_size", "", "1 rank cannot be divided"},
     };
     CHECK_CASES(t, files);

@@ -74,11 +74,11 @@ ends() { # name code seconds text world settings... -- command
 
 # Ranks that use two groups in opposite orders need a GPU's streams, or MPI: the stand-in does one collective after the other.
 program="$build/nccl_ranks"
-works "1 rank" 14 1 -- "$program"
-for world in 2 3 4 8; do works "$world ranks" 13 "$world" -- "$program" opposite_orders; done
-works "3 ranks, no memory to be registered" 13 3 FAKE_NCCL=nowindow -- "$program" opposite_orders
-works "3 ranks, one of which cannot register memory" 13 3 FAKE_NCCL=nowindow_here FAKE_RANK=1 -- "$program" opposite_orders
-works "3 ranks and their beats" 13 3 WATCH=1 -- "$program" opposite_orders
+works "1 rank" 16 1 -- "$program"
+for world in 2 3 4 8; do works "$world ranks" 15 "$world" -- "$program" opposite_orders; done
+works "3 ranks, no memory to be registered" 15 3 FAKE_NCCL=nowindow -- "$program" opposite_orders
+works "3 ranks, one of which cannot register memory" 15 3 FAKE_NCCL=nowindow_here FAKE_RANK=1 -- "$program" opposite_orders
+works "3 ranks and their beats" 15 3 WATCH=1 -- "$program" opposite_orders
 [ -z "$full" ] || for world in 2 4; do works "training, $world ranks" 5 "$world" -- "$build/test_gpt" parallel zero; done
 
 ends "more ranks than GPUs" 2 5 "local rank 2 of 4 on this host, which shows 2 GPUs" 4 FAKE_GPUS=2 -- "$program"

@@ -70,9 +70,10 @@ static void test_recompute_slots(Test *t) {
             if (flight) {
                 static const Instr both[] = {{OP_LOAD, 0, 0}, {OP_FWD, 0, 0}, {OP_LOAD, 1, 0}, {OP_FWD, 1, 0}, {OP_BWD, 0, 0}, {OP_BWD, 1, 0}};
                 memcpy(trainer->pipe.prog, both, sizeof both);
-                trainer->pipe.n_slots = 2;
-                const char *wrong = pipeline_validate(&trainer->pipe);
-                expect_true(t, !wrong, "%s", wrong);
+                trainer->pipe.n_slots[0] = 2;
+                const ChunkCost cost = {1, 1, 1};
+                PipelineReport r = pipeline_simulate(&trainer->pipe, &cost, pipeline_channels);
+                expect_true(t, !r.wrong[0], "%s", r.wrong);
                 acts_free(&trainer->acts);
                 acts_init(&trainer->acts, acts_layout(c, &trainer->model, 2, c->batch.train_micro_batch_size_per_gpu, true), false, false);
                 free(trainer->train_uses);

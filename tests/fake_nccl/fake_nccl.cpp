@@ -4,7 +4,8 @@
 // work, and a communicator that is used before ncclCommGetAsyncError has said ncclSuccess refuses. Beyond NCCL it notices
 // ranks that do not make the same calls. Members of a communicator talk over Unix sockets whose name is in the identifier;
 // member 0 collects, adds in the order of the ranks, and sends back. A collective is done before its call settles, so a
-// forgotten wait goes unnoticed here (comm_mpi.cpp finds those).
+// forgotten wait goes unnoticed here (comm_mpi.cpp finds those). Messages between two members have a socket each; a send is over when
+// its bytes are copied, a receive when they are there.
 //
 // FAKE_GPUS is what cudaGetDeviceCount says. FAKE_NCCL injects a fault, on the rank FAKE_RANK alone if that is set:
 //     nowindow memory cannot be registered; nowindow_here: by FAKE_RANK
@@ -23,10 +24,11 @@ struct ncclComm {
     int size, rank, state; // state: an ncclResult_t, read and written by several threads
     int fd[MEMBERS_MAX];   // member 0: of each other; the others: fd[0]
     int collectives, windows; // started; registered now
+    int sent[MEMBERS_MAX], received[MEMBERS_MAX]; // messages, by the other member
     ncclUniqueId id;
 };
 
-typedef enum { ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, BROADCAST } Kind;
+typedef enum { ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ALL_REDUCE, BROADCAST, RECEIVE } Kind;
 
 typedef struct {
     int kind, type, op, root;
@@ -141,11 +143,54 @@ static ncclResult_t collective_run(const Collective *c) {
     return result;
 }
 
+// A message of its own: from and to are members, number counts those between them.
+typedef struct {
+    struct sockaddr_un address;
+    size_t bytes;
+    char data[];
+} Message;
+
+static struct sockaddr_un message_address(const ncclComm *comm, int from, int to, int number) {
+    struct sockaddr_un a;
+    memset(&a, 0, sizeof a);
+    a.sun_family = AF_UNIX;
+    snprintf(a.sun_path + 1, sizeof a.sun_path - 1, "%.64s %d %d %d", comm->id.internal, from, to, number);
+    return a;
+}
+
+static void *message_send(void *arg) {
+    Message *m = (Message *)arg;
+    int fd;
+    while ((fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0)) >= 0 && connect(fd, (struct sockaddr *)&m->address, sizeof m->address) != 0) {
+        close(fd);
+        usleep(200);
+    }
+    move_bytes(fd, &m->bytes, sizeof m->bytes, true);
+    move_bytes(fd, m->data, m->bytes, true);
+    close(fd);
+    free(m);
+    return NULL;
+}
+
+static ncclResult_t message_receive(const Collective *c) {
+    struct sockaddr_un a = message_address(c->comm, c->call.root, c->comm->rank, c->comm->received[c->call.root]++);
+    int listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(bind(listener, (struct sockaddr *)&a, sizeof a) == 0 && listen(listener, 1) == 0, "%s", strerror(errno));
+    int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+    size_t bytes = 0, want = c->call.n * type_bytes(c->call.type);
+    bool ok = move_bytes(fd, &bytes, sizeof bytes, false);
+    if (ok && bytes != want) snprintf(last_error, sizeof last_error, "member %d sends %zu bytes, and %zu are received", c->call.root, bytes, want);
+    ok = ok && bytes == want && move_bytes(fd, c->receive, bytes, false);
+    close(fd);
+    close(listener);
+    return ok ? ncclSuccess : ncclRemoteError;
+}
+
 static void *batch_run(void *arg) {
     Batch *b = (Batch *)arg;
     ncclResult_t result[BATCH_MAX];
     usleep(20); // callers that do not ask find the communicator busy
-    for (int i = 0; i < b->n; i++) result[i] = collective_run(&b->at[i]);
+    for (int i = 0; i < b->n; i++) result[i] = b->at[i].call.kind == RECEIVE ? message_receive(&b->at[i]) : collective_run(&b->at[i]);
     for (int i = 0; i < b->n; i++)
         if (result[i] == ncclSuccess) state_set(b->at[i].comm, ncclSuccess);
     for (int i = 0; i < b->n; i++)
@@ -195,6 +240,18 @@ ncclResult_t ncclAlltoAll(const void *s, void *r, size_t n, ncclDataType_t t, nc
 ncclResult_t ncclReduceScatter(const void *s, void *r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t) { return collective_begin(REDUCE_SCATTER, s, r, n, t, op, 0, c); }
 ncclResult_t ncclAllReduce(const void *s, void *r, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t c, cudaStream_t) { return collective_begin(ALL_REDUCE, s, r, n, t, op, 0, c); }
 ncclResult_t ncclBroadcast(const void *s, void *r, size_t n, ncclDataType_t t, int root, ncclComm_t c, cudaStream_t) { return collective_begin(BROADCAST, s, r, n, t, 0, root, c); }
+
+ncclResult_t ncclRecv(void *r, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t) { return collective_begin(RECEIVE, NULL, r, n, t, 0, peer, c); }
+ncclResult_t ncclSend(const void *s, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t) {
+    size_t bytes = n * type_bytes(t);
+    if (state_of(c) != ncclSuccess || peer < 0 || peer >= c->size || peer == c->rank) return ncclInvalidArgument;
+    Message *m = (Message *)host_alloc(sizeof *m + bytes);
+    m->address = message_address(c, c->rank, peer, c->sent[peer]++);
+    m->bytes = bytes;
+    memcpy(m->data, s, bytes);
+    thread_run(message_send, m);
+    return ncclSuccess;
+}
 
 ncclResult_t ncclGroupStart(void) { group_depth++; return ncclSuccess; }
 ncclResult_t ncclGroupEnd(void) { return --group_depth ? ncclSuccess : batch_launch(); }
