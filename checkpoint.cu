@@ -169,7 +169,7 @@ static void checkpoint_match(const Checkpoint *c, const CheckpointTensors *t, co
     bool *used = (bool *)host_alloc((size_t)c->n_tensors);
     for (int row = 0; row < t->table->n_rows; row++) {
         const ParamDesc *r = &t->table->row[row];
-        if (r->tied_to >= 0) continue;
+        if (r->tied_to >= 0) { tensor_of[row] = tensor_of[r->tied_to]; continue; }
         char stored[64], wanted[64];
         int n = tensor_of[row] = stored_tensor_find(c, r->name, found++);
         if (n < 0) { difference(&differences, "%s: not in the checkpoint", r->name); continue; }
@@ -201,12 +201,14 @@ static bool checkpoint_put(Checkpoint *c, const CheckpointTensors *t, const int 
     bool good = true;
     for (int k = 0; k < t->n_kinds && good; k++)
         for (int row = 0; row < t->table->n_rows && good; row++) {
+            const ParamDesc *r = &t->table->row[row];
+            ParamRun run[PARAM_RUNS_MAX];
             int64_t first, last;
-            if (t->table->row[row].tied_to >= 0) continue;
+            if (r->numel == 0) continue; // not here
             t->needed(t->ctx, row, &first, &last);
             for (int64_t n; first < last && good; first += n) {
                 n = min_i64(last - first, SLICE_NUMEL);
-                good = stored_values_read(c, (uint32_t)tensor_of[row], (uint32_t)kind_of[k], first, n, values);
+                good = stored_values_read(c, tensor_of[row], kind_of[k], run, param_runs(r, t->table->tp_rank, first, first + n, run), values);
                 if (good) t->put(t->ctx, row, k, first, n, values);
             }
         }
@@ -544,6 +546,13 @@ static void checkpoint_close(CheckpointStore *s) {
 // ---------------------------------------------------------------------------------------------------------------
 // Writing
 
+// The range of its part of a row that this rank saves. False if there is none.
+static bool stored_range(const CheckpointTensors *t, int row, int64_t *first, int64_t *last) {
+    if (t->table->row[row].tied_to >= 0 || t->table->row[row].numel == 0) return false;
+    t->owned(t->ctx, row, first, last);
+    return *first < *last;
+}
+
 // What this rank writes.
 typedef struct {
     int64_t n_runs, data_bytes, file_bytes;
@@ -552,14 +561,13 @@ typedef struct {
 static StoredShardPlan stored_shard_plan(const CheckpointTensors *t) {
     StoredShardPlan p = {0, 0, 0};
     for (int row = 0; row < t->table->n_rows; row++) {
+        ParamRun run[PARAM_RUNS_MAX];
         int64_t first, last;
-        if (t->table->row[row].tied_to >= 0) continue;
-        t->owned(t->ctx, row, &first, &last);
-        if (first >= last) continue;
-        p.n_runs += t->n_kinds;
+        if (!stored_range(t, row, &first, &last)) continue;
+        p.n_runs += t->n_kinds * param_runs(&t->table->row[row], t->table->tp_rank, first, last, run);
         p.data_bytes += (last - first) * 4 * t->n_kinds;
     }
-    p.file_bytes = stored_shard_file_bytes(p.data_bytes, p.n_runs);
+    p.file_bytes = stored_shard_file_bytes(CHECKPOINT_VERSION, p.data_bytes, p.n_runs);
     return p;
 }
 
@@ -567,11 +575,12 @@ static StoredShardPlan stored_shard_plan(const CheckpointTensors *t) {
 static int64_t checkpoint_bytes(const CheckpointTensors *t, int world) {
     int64_t runs = 0, bytes = 0;
     for (int row = 0; row < t->table->n_rows; row++) {
-        if (t->table->row[row].tied_to >= 0) continue;
-        runs += t->n_kinds;
-        bytes += param_numel(&t->table->row[row]) * 4 * t->n_kinds;
+        const ParamDesc *r = &t->table->row[row];
+        if (r->tied_to >= 0) continue;
+        runs += t->n_kinds * (t->table->tp > 1 && r->split != SPLIT_NONE ? PARAM_RUNS_MAX : 1);
+        bytes += param_numel(r) * 4 * t->n_kinds;
     }
-    int64_t tables = stored_shard_table_bytes(bytes, runs * world) + 4 * world; // a run cut at every rank; a short piece each
+    int64_t tables = stored_shard_table_bytes(CHECKPOINT_VERSION, bytes, runs * world) + 4 * world; // a run cut at every rank; a short piece each
     return bytes + tables + world * (2 * SHARD_ALIGN + 128) + 4096 + 256 * (int64_t)t->table->n_rows;
 }
 
@@ -635,25 +644,29 @@ static bool stored_shard_write_contents(Io *io, const IoHandle *file, const Chec
     free(h);
     int64_t table_bytes = plan->file_bytes - SHARD_ALIGN - plan->data_bytes, at = 0;
     unsigned char *table = (unsigned char *)host_alloc((size_t)table_bytes); // zeros up to the end of the file included
-    ShardRun *run = (ShardRun *)table;
+    ShardRun *entry = (ShardRun *)table;
     uint32_t *piece_crc = (uint32_t *)(table + plan->n_runs * (int64_t)sizeof(ShardRun));
     float *values = (float *)host_alloc((size_t)SLICE_NUMEL * 4);
     for (int kind = 0; kind < t->n_kinds && good; kind++) {
         uint32_t tensor = 0;
         for (int row = 0; row < t->table->n_rows && good; row++) {
             const ParamDesc *r = &t->table->row[row];
+            ParamRun run[PARAM_RUNS_MAX];
             int64_t first, last;
             if (r->tied_to >= 0) continue;
-            t->owned(t->ctx, row, &first, &last);
-            ShardRun record = {tensor++, (uint32_t)kind, first, last - first, at};
-            if (first < last) *run++ = record;
+            const uint32_t number = tensor++; // the same on all ranks, whatever they hold
+            if (!stored_range(t, row, &first, &last)) continue;
+            int n_runs = param_runs(r, t->table->tp_rank, first, last, run);
+            for (int i = 0; i < n_runs; i++)
+                *entry++ = {number, (uint32_t)kind, run[i].global_offset, run[i].numel, run[i].count, run[i].stride, at + (run[i].local_first - first) * 4};
             for (int64_t n; first < last && good; first += n, at += n * 4) {
                 n = min_i64(last - first, SLICE_NUMEL);
                 t->get(t->ctx, row, kind, first, n, values);
                 int64_t bad = first_bad_value(values, n, kind);
                 if (bad >= 0) {
+                    param_runs(r, t->table->tp_rank, first + bad, first + bad + 1, run);
                     good = save_refused(io, file->name, "%s of tensor %s is %s at element %" PRId64 ": this state is not worth keeping",
-                                        t->kind[kind], r->name, isnan(values[bad]) ? "NaN" : "infinite", first + bad);
+                                        t->kind[kind], r->name, isnan(values[bad]) ? "NaN" : "infinite", run[0].global_offset);
                     io->error = EDOM; // no system call's: see SaveResult.not_a_number
                 } else good = stored_slice_write(io, file, values, n, at, piece_crc);
             }

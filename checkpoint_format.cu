@@ -8,6 +8,13 @@
 // offset in the global, unsharded, unpadded tensor. So the files say nothing about the layout that wrote them, and loading
 // under another one is arithmetic on offsets. Equal states give equal folders, byte for byte.
 //
+// A run is a range of elements, or the same columns of some rows of a matrix, which is what tensor parallelism leaves of it. Either is
+// at most three blocks of rows x columns (RunBlock), and blocks are easy to intersect, and to count:
+//
+//     . . . a a a    the end of a row        . . . . . .
+//     a a a a a a    whole rows              . . b b b .    the same columns of some rows
+//     a a . . . .    the start of one        . . b b b .
+//
 //     shard    | header, 4096 bytes | values: runs without gaps | table: ShardRun x runs, crc32c x pieces | zeros to 4096 |
 //     piece      1 MiB of the values (the last one shorter), its crc32c taken from memory before it was written
 //     checksums  pieces: in the table; table and zeros: in the manifest; header: its own; manifest: its own last line
@@ -24,7 +31,7 @@
 #include "runtime/json.h"
 
 #define CHECKPOINT_FORMAT "train_gpt checkpoint"
-#define CHECKPOINT_VERSION 1
+#define CHECKPOINT_VERSION 2                      // 1 had ranges only: it is read as well
 #define CHECKPOINT_KINDS_MAX 4
 #define CHECKPOINT_NAME_MAX 64                    // of a tag, with its final zero
 #define SHARD_MAGIC "GPTSHARD"
@@ -48,15 +55,16 @@ typedef struct {
     char config_digest[65];  // of the configuration that wrote it; letters, digits and ":._-"
 } TrainingState;
 
-// Where the tensors come from and go to. Rows that are tied to another have no storage and are left out. A row is
-// (shape[0] * shape[1]) elements without padding, and a rank deals with one range of them, which may be empty.
+// Where the tensors come from and go to. All ranks have the same rows, held or not; one that is tied to another is not a tensor of its
+// own, and where it has storage nevertheless (on another stage of the pipeline) that is filled from the other's. A rank deals with one
+// range, maybe an empty one, of what it holds of a row: elements are counted in that order, and param_runs says where the tensor has them.
 typedef struct {
     const ParamTable *table;
     const ModelConfig *model;
     int n_kinds;
     const char *kind[CHECKPOINT_KINDS_MAX]; // "master", then the optimizer's states by name
     void *ctx;
-    // Elements [first, last) of a row that this rank saves (every element has one such rank), and that it needs to go on.
+    // Elements [first, last) of this rank's part of a row that it saves (every element has one such rank), and that it needs to go on.
     void (*owned)(void *ctx, int row, int64_t *first, int64_t *last);
     void (*needed)(void *ctx, int row, int64_t *first, int64_t *last);
     // n values of one kind, from `first` on, inside these ranges. A null `get` says that nothing will be trained with what is
@@ -76,18 +84,27 @@ typedef struct {
 } ShardHeader;
 static_assert(sizeof(ShardHeader) == SHARD_ALIGN, "the header fills its place");
 
-// One entry of a shard's index: elements [global_offset, global_offset + numel) of a tensor.
+// One entry of a shard's index: `count` pieces of `numel` elements of a tensor, the first at global_offset, each `stride` after the one
+// before. Of more than one piece, the stride is the length of the tensor's rows, and a piece lies within a row.
 typedef struct {
     uint32_t tensor, kind; // places in the manifest's lists
-    int64_t global_offset, numel;
-    int64_t data_offset;   // bytes from the start of the shard's values
+    int64_t global_offset, numel, count, stride;
+    int64_t data_offset;   // bytes from the start of the shard's values, where the pieces follow each other without gaps
 } ShardRun;
-static_assert(sizeof(ShardRun) == 32, "no padding in stored structs");
+static_assert(sizeof(ShardRun) == 48, "no padding in stored structs");
 
+// The same in version 1.
+typedef struct {
+    uint32_t tensor, kind;
+    int64_t global_offset, numel, data_offset;
+} ShardRange;
+static_assert(sizeof(ShardRange) == 32, "no padding in stored structs");
+
+static int64_t stored_run_bytes(int version) { return version == 1 ? (int64_t)sizeof(ShardRange) : (int64_t)sizeof(ShardRun); }
 static int64_t stored_shard_pieces(int64_t data_bytes) { return ceil_div(data_bytes, PIECE_BYTES); }
-static int64_t stored_shard_table_bytes(int64_t data_bytes, int64_t n_runs) { return n_runs * (int64_t)sizeof(ShardRun) + stored_shard_pieces(data_bytes) * 4; }
-static int64_t stored_shard_file_bytes(int64_t data_bytes, int64_t n_runs) {
-    return round_up(SHARD_ALIGN + data_bytes + stored_shard_table_bytes(data_bytes, n_runs), SHARD_ALIGN);
+static int64_t stored_shard_table_bytes(int version, int64_t data_bytes, int64_t n_runs) { return n_runs * stored_run_bytes(version) + stored_shard_pieces(data_bytes) * 4; }
+static int64_t stored_shard_file_bytes(int version, int64_t data_bytes, int64_t n_runs) {
+    return round_up(SHARD_ALIGN + data_bytes + stored_shard_table_bytes(version, data_bytes, n_runs), SHARD_ALIGN);
 }
 
 // The whole numbers of the manifest, by name: written, read and compared by these tables.
@@ -167,6 +184,78 @@ static int64_t first_bad_value(const float *v, int64_t n, int kind) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
+// Blocks: runs as parts of the matrix
+
+// Rows x columns of a matrix (a vector has one column), as part of a run: its elements, row after row, are those of the run from `at` on.
+typedef struct {
+    int64_t row, column, rows, columns, at;
+} RunBlock;
+
+enum { RUN_BLOCKS_MAX = 3 };
+
+static int run_block_add(RunBlock *block, int n, int64_t row, int64_t column, int64_t rows, int64_t columns, int64_t at) {
+    if (rows <= 0 || columns <= 0) return n;
+    block[n] = {row, column, rows, columns, at};
+    return n + 1;
+}
+
+// The blocks of `count` pieces of `numel` elements from `offset` on, in a matrix with rows of `width`; returns how many.
+static int run_blocks(int64_t width, int64_t offset, int64_t numel, int64_t count, RunBlock block[RUN_BLOCKS_MAX]) {
+    int64_t row = offset / width, column = offset % width;
+    if (count > 1 || numel <= width - column) return run_block_add(block, 0, row, column, count, numel, 0);
+    int64_t head = column ? width - column : 0, rows = (numel - head) / width;
+    int n = run_block_add(block, 0, row, column, 1, head, 0);
+    n = run_block_add(block, n, row + (head > 0), 0, rows, width, head);
+    return run_block_add(block, n, row + (head > 0) + rows, 0, 1, numel - head - rows * width, head + rows * width);
+}
+
+// What two blocks of the same matrix share; false if nothing. `at` is not set.
+static bool run_block_meet(const RunBlock *a, const RunBlock *b, RunBlock *both) {
+    both->row = max_i64(a->row, b->row);
+    both->column = max_i64(a->column, b->column);
+    both->rows = min_i64(a->row + a->rows, b->row + b->rows) - both->row;
+    both->columns = min_i64(a->column + a->columns, b->column + b->columns) - both->column;
+    return both->rows > 0 && both->columns > 0;
+}
+
+static int64_t run_block_place(const RunBlock *b, int64_t row, int64_t column) { return b->at + (row - b->row) * b->columns + column - b->column; }
+
+static int run_block_order(const void *a, const void *b) {
+    const RunBlock *x = (const RunBlock *)a, *y = (const RunBlock *)b;
+    if (x->row != y->row) return x->row < y->row ? -1 : 1;
+    return (x->column > y->column) - (x->column < y->column);
+}
+
+// From `column` up to the next step's, the rows before `row` are covered.
+typedef struct {
+    int64_t column, row;
+} CoverStep;
+
+// Do blocks cover each element of a matrix exactly once? Laid from the top down, each must lie on what was laid before, all along its
+// upper edge. -1 if they do, else the first element found missing or covered twice. The blocks are sorted; room for 2 n + 1 steps.
+static int64_t blocks_cover(RunBlock *block, int64_t n, int64_t rows, int64_t width, CoverStep *step) {
+    int64_t n_steps = 1, first, last;
+    step[0] = {0, 0};
+    qsort(block, (size_t)n, sizeof *block, run_block_order);
+    for (int64_t i = 0; i < n; i++) {
+        const RunBlock *b = &block[i];
+        const int64_t end = b->column + b->columns;
+        for (first = 0; first + 1 < n_steps && step[first + 1].column <= b->column;) first++;
+        for (last = first; last < n_steps && step[last].column < end; last++)
+            if (step[last].row != b->row) return min_i64(step[last].row, b->row) * width + max_i64(step[last].column, b->column);
+        // steps [first, last) make way for what is left of them on the left, the block's own, and what is left on the right
+        bool left = step[first].column < b->column, right = end < (last < n_steps ? step[last].column : width);
+        int64_t own = first + left, moved = own + 1 + right - last;
+        memmove(step + last + moved, step + last, (size_t)(n_steps - last) * sizeof *step);
+        n_steps += moved;
+        step[own] = {b->column, b->row + b->rows};
+        if (right) step[own + 1] = {end, b->row};
+    }
+    for (int64_t i = 0; i < n_steps; i++) if (step[i].row != rows) return step[i].row * width + step[i].column;
+    return -1;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
 // Reading: everything in a file is doubted, and checked before it is used
 
 typedef struct {
@@ -181,16 +270,16 @@ typedef struct {
     uint32_t table_crc;        // as the manifest says
     int fd;
     int64_t data_bytes, n_runs;
+    ShardRun *run;             // (n_runs)
     unsigned char *table;
-    const ShardRun *run;       // (n_runs) in the table
     const uint32_t *piece_crc; // (stored_shard_pieces) in the table
     unsigned char *piece;      // the piece read last, checked
     int64_t piece_at;          // which one; -1 = none
 } StoredShard;
 
 typedef struct {
-    uint32_t tensor, kind, shard;
-    int64_t global_offset, numel, data_offset;
+    const ShardRun *run;
+    StoredShard *shard;
 } StoredRun;
 
 // A checkpoint that is being read.
@@ -198,14 +287,16 @@ typedef struct {
     char why[400];             // what is wrong with it
     int fd;
     uint32_t manifest_crc;     // of the manifest, which holds the checksums of everything else
+    int version;
     TrainingState state;
     ModelConfig model;         // the fields of model_numbers, layer_norm_epsilon, tie_word_embeddings
     int n_kinds, n_tensors, n_shards;
     char kind[CHECKPOINT_KINDS_MAX][32];
     StoredTensor *tensor;
     StoredShard *shard;
-    StoredRun *run;            // of all shards, by kind, tensor and offset
+    StoredRun *run;            // of all shards, by kind and tensor
     int64_t n_runs;
+    int64_t *first_run;        // of kind k and tensor i: runs from [k * n_tensors + i] to the next
 } Checkpoint;
 
 PRINTF_LIKE(2, 3) static bool checkpoint_bad(Checkpoint *c, const char *format, ...) {
@@ -219,12 +310,14 @@ PRINTF_LIKE(2, 3) static bool checkpoint_bad(Checkpoint *c, const char *format, 
 static void checkpoint_free(Checkpoint *c) {
     for (int i = 0; i < c->n_shards; i++) {
         if (c->shard[i].fd >= 0) close(c->shard[i].fd);
+        free(c->shard[i].run);
         free(c->shard[i].table);
         free(c->shard[i].piece);
     }
     free(c->shard);
     free(c->tensor);
     free(c->run);
+    free(c->first_run);
     if (c->fd >= 0) close(c->fd);
 }
 
@@ -372,9 +465,10 @@ static bool manifest_members(Checkpoint *c, const Json *j) {
     if (j->node[0].type != JSON_OBJECT) return checkpoint_bad(c, MANIFEST_FILE ": is no JSON object");
     for (int n = 0; n < j->count; n++) if (j->node[n].twin >= 0) return checkpoint_bad(c, MANIFEST_FILE ":%d: a key occurs twice", j->node[n].line);
     if (!manifest_text_of(c, j, 0, "format", " _", format, sizeof format) || !manifest_number(c, j, 0, "version", 0, &version)) return false;
-    if (strcmp(format, CHECKPOINT_FORMAT) != 0 || version != CHECKPOINT_VERSION)
-        return checkpoint_bad(c, MANIFEST_FILE ": format \"%s\" version %" PRId64 "; this build reads \"" CHECKPOINT_FORMAT "\" version %d",
+    if (strcmp(format, CHECKPOINT_FORMAT) != 0 || version < 1 || version > CHECKPOINT_VERSION)
+        return checkpoint_bad(c, MANIFEST_FILE ": format \"%s\" version %" PRId64 "; this build reads \"" CHECKPOINT_FORMAT "\" versions 1 to %d",
                               format, version, CHECKPOINT_VERSION);
+    c->version = (int)version;
     int state = manifest_find(c, j, 0, "state", JSON_OBJECT), model = state < 0 ? -1 : manifest_find(c, j, 0, "model", JSON_OBJECT);
     if (model < 0) return false;
     for (int i = 0; i < STATE_NUMBERS; i++)
@@ -420,10 +514,47 @@ static bool manifest_read(Checkpoint *c) {
     return good;
 }
 
+// The table's entries, as those of this version. What they say is checked elsewhere.
+static void stored_runs_unpack(const Checkpoint *c, StoredShard *s) {
+    s->run = (ShardRun *)host_alloc(sizeof(ShardRun) * (size_t)s->n_runs);
+    const ShardRange *range = (const ShardRange *)s->table;
+    if (c->version > 1) memcpy(s->run, s->table, sizeof(ShardRun) * (size_t)s->n_runs);
+    else for (int64_t i = 0; i < s->n_runs; i++) s->run[i] = {range[i].tensor, range[i].kind, range[i].global_offset, range[i].numel, 1, range[i].numel, range[i].data_offset};
+}
+
+// Does a run lie in its tensor, the next one in its shard, whose values before `at` are those of other runs?
+static bool stored_run_fits(const Checkpoint *c, const StoredShard *s, const ShardRun *r, int64_t at) {
+    if (r->tensor >= (uint32_t)c->n_tensors || r->kind >= (uint32_t)c->n_kinds) return false;
+    const StoredTensor *t = &c->tensor[r->tensor];
+    const int64_t width = t->shape[1];
+    if (r->numel < 1 || r->count < 1 || r->global_offset < 0 || r->numel > t->numel || r->global_offset > t->numel - r->numel) return false;
+    if (r->count == 1 ? r->stride != r->numel
+                      : r->stride != width || r->numel > width - r->global_offset % width || r->count > t->shape[0] - r->global_offset / width) return false;
+    return r->data_offset == at && r->numel * r->count <= (s->data_bytes - at) / 4; // at most the tensor's elements, as many as can be counted
+}
+
+// Reads the table of a shard whose header is sound. Its runs must tile its values.
+static bool stored_shard_table(Checkpoint *c, StoredShard *s) {
+    int64_t table_at = SHARD_ALIGN + s->data_bytes, table_bytes = s->file_bytes - table_at, at = 0;
+    s->table = (unsigned char *)host_alloc((size_t)table_bytes);
+    if (!stored_read(c, s->file, s->fd, s->table, table_bytes, table_at)) return false;
+    if (crc32c_extend(0, s->table, (size_t)table_bytes) != s->table_crc)
+        return checkpoint_bad(c, "%s: the checksum of its table does not match the manifest's", s->file);
+    stored_runs_unpack(c, s);
+    s->piece_crc = (const uint32_t *)(s->table + s->n_runs * stored_run_bytes(c->version));
+    for (int64_t i = 0; i < s->n_runs; i++) {
+        const ShardRun *r = &s->run[i];
+        if (!stored_run_fits(c, s, r, at))
+            return checkpoint_bad(c, "%s: run %" PRId64 " of its table (tensor %u, kind %u, %" PRId64 " x %" PRId64 " elements from %" PRId64 ", %" PRId64 " apart, at byte %" PRId64 ") is impossible",
+                                  s->file, i, r->tensor, r->kind, r->count, r->numel, r->global_offset, r->stride, r->data_offset);
+        at += r->numel * r->count * 4;
+    }
+    return at == s->data_bytes || checkpoint_bad(c, "%s: its runs cover %" PRId64 " of %" PRId64 " bytes of values", s->file, at, s->data_bytes);
+}
+
 // Opens a shard and reads its header and table.
 static bool stored_shard_open(Checkpoint *c, int rank) {
     StoredShard *s = &c->shard[rank];
-    ShardHeader *h = NULL;
     int64_t bytes;
     s->fd = stored_open(c, s->file, &bytes);
     if (s->fd < 0) return false;
@@ -431,13 +562,12 @@ static bool stored_shard_open(Checkpoint *c, int rank) {
     if (bytes < SHARD_ALIGN) return checkpoint_bad(c, "%s: %" PRId64 " bytes hold no header", s->file, bytes);
     s->piece = (unsigned char *)host_alloc((size_t)max_i64(PIECE_BYTES, SHARD_ALIGN));
     if (!stored_read(c, s->file, s->fd, s->piece, SHARD_ALIGN, 0)) return false;
-    h = (ShardHeader *)s->piece;
+    const ShardHeader *h = (const ShardHeader *)s->piece;
     if (memcmp(h->magic, SHARD_MAGIC, sizeof h->magic) != 0)
         return checkpoint_bad(c, "%s: is no shard of a checkpoint (its first bytes are not " SHARD_MAGIC ")", s->file);
     if (h->byte_order != SHARD_BYTE_ORDER)
         return checkpoint_bad(c, "%s: byte-order mark 0x%08x; this machine reads 0x%08x", s->file, h->byte_order, SHARD_BYTE_ORDER);
-    if (h->version != CHECKPOINT_VERSION)
-        return checkpoint_bad(c, "%s: version %u; this build reads version %d", s->file, h->version, CHECKPOINT_VERSION);
+    if (h->version != (uint32_t)c->version) return checkpoint_bad(c, "%s: version %u; the manifest's is %d", s->file, h->version, c->version);
     if (h->crc != crc32c_extend(0, h, offsetof(ShardHeader, crc))) return checkpoint_bad(c, "%s: the checksum of its header does not match", s->file);
     if (h->step != c->state.step || h->rank != rank || h->world != c->n_shards)
         return checkpoint_bad(c, "%s: belongs to rank %" PRId64 " of %" PRId64 " at step %" PRId64 ", not to rank %d of %d at step %" PRId64,
@@ -446,58 +576,49 @@ static bool stored_shard_open(Checkpoint *c, int rank) {
     s->n_runs = h->n_runs;
     if (s->data_bytes < 0 || s->data_bytes > bytes - SHARD_ALIGN || s->data_bytes % 4 || s->n_runs < 0 || s->n_runs > STORED_RUNS_MAX ||
         h->file_bytes != bytes ||
-        stored_shard_file_bytes(s->data_bytes, s->n_runs) != bytes)
+        stored_shard_file_bytes(c->version, s->data_bytes, s->n_runs) != bytes)
         return checkpoint_bad(c, "%s: %" PRId64 " bytes of values and %" PRId64 " runs do not fit into its %" PRId64 " bytes", s->file,
                               s->data_bytes, s->n_runs, bytes);
-    int64_t table_at = SHARD_ALIGN + s->data_bytes, table_bytes = bytes - table_at;
-    s->table = (unsigned char *)host_alloc((size_t)table_bytes);
-    if (!stored_read(c, s->file, s->fd, s->table, table_bytes, table_at)) return false;
-    if (crc32c_extend(0, s->table, (size_t)table_bytes) != s->table_crc)
-        return checkpoint_bad(c, "%s: the checksum of its table does not match the manifest's", s->file);
-    s->run = (const ShardRun *)s->table;
-    s->piece_crc = (const uint32_t *)(s->table + s->n_runs * (int64_t)sizeof(ShardRun));
-    int64_t at = 0;
-    for (int64_t i = 0; i < s->n_runs; i++) {
-        const ShardRun *r = &s->run[i];
-        bool inside = r->tensor < (uint32_t)c->n_tensors && r->kind < (uint32_t)c->n_kinds && r->numel >= 1 && r->global_offset >= 0 &&
-                      r->numel <= c->tensor[r->tensor].numel && r->global_offset <= c->tensor[r->tensor].numel - r->numel;
-        if (!inside || r->data_offset != at || r->numel > (s->data_bytes - at) / 4)
-            return checkpoint_bad(c, "%s: run %" PRId64 " of its table (tensor %u, kind %u, elements %" PRId64 " from %" PRId64 ", at byte %" PRId64 ") is impossible",
-                                  s->file, i, r->tensor, r->kind, r->numel, r->global_offset, r->data_offset);
-        at += r->numel * 4;
+    return stored_shard_table(c, s);
+}
+
+// Do the runs of one kind of a tensor hold each of its elements exactly once?
+static bool runs_cover(Checkpoint *c, int kind, int tensor) {
+    const StoredTensor *t = &c->tensor[tensor];
+    const int64_t *first = &c->first_run[(int64_t)kind * c->n_tensors + tensor], n_runs = first[1] - first[0];
+    RunBlock *block = (RunBlock *)host_alloc(sizeof(RunBlock) * (size_t)(RUN_BLOCKS_MAX * n_runs + 1));
+    int64_t n = 0;
+    for (int64_t i = first[0]; i < first[1]; i++) {
+        const ShardRun *r = c->run[i].run;
+        n += run_blocks(t->shape[1], r->global_offset, r->numel, r->count, block + n);
     }
-    return at == s->data_bytes || checkpoint_bad(c, "%s: its runs cover %" PRId64 " of %" PRId64 " bytes of values", s->file, at, s->data_bytes);
+    CoverStep *step = (CoverStep *)host_alloc(sizeof(CoverStep) * (size_t)(2 * n + 1));
+    int64_t bad = blocks_cover(block, n, t->shape[0], t->shape[1], step);
+    free(step);
+    free(block);
+    return bad < 0 || checkpoint_bad(c, "%s of tensor %s: elements from %" PRId64 " on are missing or stored twice", c->kind[kind], t->name, bad);
 }
 
-static int run_by_place(const void *a, const void *b) {
-    const StoredRun *x = (const StoredRun *)a, *y = (const StoredRun *)b;
-    if (x->kind != y->kind) return x->kind < y->kind ? -1 : 1;
-    if (x->tensor != y->tensor) return x->tensor < y->tensor ? -1 : 1;
-    return (x->global_offset > y->global_offset) - (x->global_offset < y->global_offset);
-}
-
-// Sorts the runs of all shards; together they must hold every element of every tensor and kind exactly once.
+// Lists the runs of all shards by kind and tensor; together they must hold every element exactly once.
 static bool runs_check(Checkpoint *c) {
+    int64_t groups = (int64_t)c->n_kinds * c->n_tensors;
     for (int i = 0; i < c->n_shards; i++) c->n_runs += c->shard[i].n_runs;
     c->run = (StoredRun *)host_alloc(sizeof(StoredRun) * (size_t)c->n_runs);
-    int64_t n = 0;
-    for (int i = 0; i < c->n_shards; i++)
-        for (int64_t k = 0; k < c->shard[i].n_runs; k++) {
-            const ShardRun *r = &c->shard[i].run[k];
-            StoredRun run = {r->tensor, r->kind, (uint32_t)i, r->global_offset, r->numel, r->data_offset};
-            c->run[n++] = run;
-        }
-    qsort(c->run, (size_t)n, sizeof *c->run, run_by_place);
-    const StoredRun *r = c->run, *end = c->run + n;
+    c->first_run = (int64_t *)host_alloc(sizeof(int64_t) * (size_t)(groups + 2));
+    int64_t *next = c->first_run + 1; // of each group the place of its next run; in the end that is where the next group begins
+    for (int pass = 0; pass < 2; pass++) {
+        for (int i = 0; i < c->n_shards; i++)
+            for (int64_t k = 0; k < c->shard[i].n_runs; k++) {
+                const ShardRun *r = &c->shard[i].run[k];
+                int64_t group = (int64_t)r->kind * c->n_tensors + r->tensor;
+                if (pass == 0) next[group + 1]++;
+                else c->run[next[group]++] = {r, &c->shard[i]};
+            }
+        for (int64_t g = 0; g < groups && pass == 0; g++) next[g + 1] += next[g];
+    }
     for (int kind = 0; kind < c->n_kinds; kind++)
-        for (int tensor = 0; tensor < c->n_tensors; tensor++) {
-            int64_t at = 0;
-            for (; r < end && r->kind == (uint32_t)kind && r->tensor == (uint32_t)tensor && r->global_offset == at; r++) at += r->numel;
-            if (at != c->tensor[tensor].numel)
-                return checkpoint_bad(c, "%s of tensor %s: elements from %" PRId64 " on are missing or stored twice", c->kind[kind],
-                                      c->tensor[tensor].name, at);
-        }
-    return true; // every run was passed, since each belongs to some tensor and kind
+        for (int tensor = 0; tensor < c->n_tensors; tensor++) if (!runs_cover(c, kind, tensor)) return false;
+    return true;
 }
 
 // Opens the checkpoint `name` of a folder and checks everything but the values. False with the reason in c->why; to be
@@ -517,7 +638,7 @@ static bool checkpoint_read(Checkpoint *c, int folder, const char *name) {
 // Says which bytes, and so which tensors, a damaged piece holds.
 static bool piece_bad(Checkpoint *c, const StoredShard *s, int64_t start, int64_t length) {
     int64_t first = 0, last;
-    while (s->run[first].data_offset + 4 * s->run[first].numel <= start) first++;
+    while (s->run[first].data_offset + 4 * s->run[first].numel * s->run[first].count <= start) first++;
     for (last = first; last + 1 < s->n_runs && s->run[last + 1].data_offset < start + length;) last++;
     const ShardRun *a = &s->run[first], *b = &s->run[last];
     return checkpoint_bad(c, "%s: the checksum of bytes %" PRId64 " to %" PRId64 " does not match: %s of tensor %s to %s of tensor %s",
@@ -557,14 +678,14 @@ static bool values_check(Checkpoint *c, int part, int parts) {
         StoredShard *s = &c->shard[i];
         for (int64_t k = 0; k < s->n_runs && good; k++) {
             const ShardRun *r = &s->run[k];
-            int64_t start = before + r->data_offset / 4, first = max_i64(0, from - start), last = min_i64(r->numel, to - start);
+            int64_t start = before + r->data_offset / 4, first = max_i64(0, from - start), last = min_i64(r->numel * r->count, to - start);
             for (int64_t n; first < last && good; first += n) {
                 n = min_i64(last - first, PIECE_BYTES / 4);
                 good = stored_shard_values(c, s, values, n * 4, r->data_offset + first * 4);
                 int64_t bad = good ? first_bad_value(values, n, (int)r->kind) : -1;
                 if (bad >= 0)
                     good = checkpoint_bad(c, "%s: %s of tensor %s is %s at element %" PRId64, s->file, c->kind[r->kind], c->tensor[r->tensor].name,
-                                          isnan(values[bad]) ? "NaN" : "infinite", r->global_offset + first + bad);
+                                          isnan(values[bad]) ? "NaN" : "infinite", r->global_offset + (first + bad) / r->numel * r->stride + (first + bad) % r->numel);
             }
         }
         before += s->data_bytes / 4;
@@ -573,19 +694,32 @@ static bool values_check(Checkpoint *c, int part, int parts) {
     return good;
 }
 
-// Puts elements [first, first + n) of one kind of a tensor together from the runs that hold them, wherever they lie.
-static bool stored_values_read(Checkpoint *c, uint32_t tensor, uint32_t kind, int64_t first, int64_t n, float *values) {
-    StoredRun wanted = {tensor, kind, 0, first, 0, 0};
-    int64_t from = 0, to = c->n_runs; // the last run that begins at `first` or before; runs_check says that there is one
-    while (to - from > 1) {
-        int64_t middle = (from + to) / 2;
-        if (run_by_place(&c->run[middle], &wanted) <= 0) from = middle;
-        else to = middle;
+// Reads what one block of a stored run and one of those wanted share. Where both have whole rows, and so without gaps, in one piece.
+static bool stored_block_read(Checkpoint *c, const StoredRun *s, const RunBlock *stored, const RunBlock *wanted, float *values) {
+    RunBlock both;
+    if (!run_block_meet(stored, wanted, &both)) return true;
+    bool whole = both.columns == stored->columns && both.columns == wanted->columns;
+    int64_t rows = whole ? 1 : both.rows, numel = whole ? both.rows * both.columns : both.columns;
+    for (int64_t i = 0; i < rows; i++) {
+        int64_t from = run_block_place(stored, both.row + i, both.column), to = run_block_place(wanted, both.row + i, both.column);
+        if (!stored_shard_values(c, s->shard, values + to, numel * 4, s->run->data_offset + from * 4)) return false;
     }
-    for (int64_t length; n > 0; first += length, values += length, n -= length) {
-        const StoredRun *r = &c->run[from++];
-        length = min_i64(n, r->global_offset + r->numel - first);
-        if (!stored_shard_values(c, &c->shard[r->shard], values, length * 4, r->data_offset + (first - r->global_offset) * 4)) return false;
+    return true;
+}
+
+// Puts one kind of a tensor's elements together, those of `n` wanted runs, from the runs that hold them, wherever they lie; in `values`
+// they follow each other from the first run's first on. One stored run after the other, so that a shard is read from front to back.
+static bool stored_values_read(Checkpoint *c, int tensor, int kind, const ParamRun *want, int n, float *values) {
+    const int64_t *first = &c->first_run[(int64_t)kind * c->n_tensors + tensor], width = c->tensor[tensor].shape[1];
+    for (int64_t i = first[0]; i < first[1]; i++) {
+        const ShardRun *r = c->run[i].run;
+        RunBlock stored[RUN_BLOCKS_MAX], wanted[RUN_BLOCKS_MAX];
+        int n_stored = run_blocks(width, r->global_offset, r->numel, r->count, stored);
+        for (int w = 0; w < n; w++) {
+            int n_wanted = run_blocks(width, want[w].global_offset, want[w].numel, want[w].count, wanted);
+            for (int k = 0; k < n_stored * n_wanted; k++)
+                if (!stored_block_read(c, &c->run[i], &stored[k / n_wanted], &wanted[k % n_wanted], values + want[w].local_first - want[0].local_first)) return false;
+        }
     }
     return true;
 }

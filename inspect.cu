@@ -12,8 +12,9 @@ static bool inspect_one(int folder, const char *name, const char *shown) {
     if (good) {
         const TrainingState *s = &c.state;
         const ModelConfig *m = &c.model;
-        int64_t parameters = 0, bytes = 0, least = INT64_MAX, most = 0;
+        int64_t parameters = 0, bytes = 0, least = INT64_MAX, most = 0, columns = 0;
         for (int i = 0; i < c.n_tensors; i++) parameters += c.tensor[i].numel;
+        for (int64_t i = 0; i < c.n_runs; i++) columns += c.run[i].run->count > 1;
         for (int i = 0; i < c.n_shards; i++) {
             bytes += c.shard[i].file_bytes;
             least = min_i64(least, c.shard[i].file_bytes);
@@ -28,6 +29,7 @@ static bool inspect_one(int folder, const char *name, const char *shown) {
         for (int k = 0; k < c.n_kinds; k++) printf("%s %s", k ? "," : "", c.kind[k]);
         printf(" (fp32)\n  shards         %d, %" PRId64 " bytes", c.n_shards, bytes);
         if (c.n_shards > 1) printf(" (%" PRId64 " to %" PRId64 " each), %" PRId64 " runs of elements", least, most, c.n_runs);
+        if (columns) printf(", %" PRId64 " of them columns of matrices", columns);
         printf("\n  loss scale     %g; seed %" PRIu64 "; data %016" PRIx64 "\n", s->loss_scale, s->seed, s->data_fingerprint);
         printf("  config digest  %s\n", s->config_digest[0] ? s->config_digest : "none");
         fflush(stdout); // the rest takes as long as the disk

@@ -14,6 +14,7 @@ static CommWorld test_world; // the ranks that run the tests
 #include "tests/test_formats.h"
 #include "tests/test_checkpoint.h"
 #include "tests/test_shards.h"
+#include "tests/test_layouts.h"
 #include "tests/test_config.h"
 #include "tests/test_model.h"
 #include "tests/test_pipeline.h"
@@ -30,7 +31,7 @@ static CommWorld test_world; // the ranks that run the tests
 static const TestSection test_sections[] = {
     {"config", config_tests},   {"kernels", kernel_tests},       {"data", data_tests},     {"formats", format_tests},
     {"tables", table_tests},    {"schedules", schedule_tests},   {"pipeline", pipeline_tests}, {"golden", golden_tests}, {"trainer", trainer_tests},
-    {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"shards", shards_tests}, {"parallel", parallel_tests}, {"zero", zero_tests},
+    {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"shards", shards_tests}, {"layouts", layouts_tests}, {"parallel", parallel_tests}, {"zero", zero_tests},
     {"graphs", graph_tests},    {"offload", offload_tests},   {"recompute", recompute_tests}, {"comm", comm_tests},       {"rendezvous", rendezvous_tests},
     {"aio", aio_tests},         {"nvme", nvme_tests},
     {"hang", hang_tests},

@@ -4,6 +4,7 @@
 // values which save it came from, and whether anything is missing. CkptFaults enter through the seam of runtime/durable.h.
 #pragma once
 #include "../checkpoint.cu"
+#include "../zero.cu"
 #include "crash_model.h"
 #include "dies.h"
 #include <ftw.h>
@@ -24,26 +25,39 @@ typedef struct {
     float poison;
     int rank, world;                     // of the ranks that save it together; 0 and 1 unless said otherwise
     bool needs_owned;                    // loads what it owns; otherwise everything, as every rank does at stage 0
+    Zero *placed;                        // by whose rules it owns and needs, in a layout of several axes (test_layouts.h); or null
     TrainingState state;
     CheckpointTensors tensors;
 } FakeRun;
 
+// n values of a rank's part of a row, from `first` on, out of the whole tensor, or into it.
+static void fake_copy(const FakeRun *f, int row, int64_t first, int64_t n, float *whole, float *part, bool out) {
+    ParamRun run[PARAM_RUNS_MAX];
+    int n_runs = param_runs(&f->table.row[row], f->table.tp_rank, first, first + n, run);
+    for (int i = 0; i < n_runs; i++)
+        for (int64_t k = 0; k < run[i].count; k++) {
+            float *there = whole + run[i].global_offset + k * run[i].stride, *here = part + run[i].local_first - first + k * run[i].numel;
+            memcpy(out ? here : there, out ? there : here, (size_t)run[i].numel * 4);
+        }
+}
+
 static void fake_get(void *ctx, int row, int kind, int64_t first, int64_t n, float *values) {
     FakeRun *f = (FakeRun *)ctx;
     int64_t poisoned = param_numel(&f->table.row[row]) / 2;
-    memcpy(values, f->value[kind][row] + first, (size_t)n * 4);
+    fake_copy(f, row, first, n, f->value[kind][row], values, true);
     if (row == f->poison_row && kind == f->poison_kind && poisoned >= first && poisoned < first + n) values[poisoned - first] = f->poison;
 }
 
 static void fake_put(void *ctx, int row, int kind, int64_t first, int64_t n, const float *values) {
     FakeRun *f = (FakeRun *)ctx;
-    memcpy(f->value[kind][row] + first, values, (size_t)n * 4);
+    fake_copy(f, row, first, n, f->value[kind][row], (float *)values, false);
     f->puts++;
 }
 
 // Rank r of N owns the r-th N-th of each row, counted from another rank for each: some ranges are empty, some rows are one rank's.
 static void fake_owned(void *ctx, int row, int64_t *first, int64_t *last) {
     const FakeRun *f = (const FakeRun *)ctx;
+    if (f->placed) { zero_row_owned(f->placed, &f->table.row[row], first, last); return; }
     int64_t numel = param_numel(&f->table.row[row]), part = (f->rank + row) % f->world;
     *first = numel * part / f->world;
     *last = numel * (part + 1) / f->world;
@@ -51,6 +65,7 @@ static void fake_owned(void *ctx, int row, int64_t *first, int64_t *last) {
 
 static void fake_needed(void *ctx, int row, int64_t *first, int64_t *last) {
     const FakeRun *f = (const FakeRun *)ctx;
+    if (f->placed) { zero_row_range(f->placed, &f->table.row[row], first, last); return; }
     if (f->needs_owned) { fake_owned(ctx, row, first, last); return; }
     *first = 0;
     *last = param_numel(&f->table.row[row]);
@@ -85,13 +100,13 @@ static ModelConfig fake_model(int64_t L, int64_t C, int64_t V) {
 
 static const char *const fake_kind_names[CHECKPOINT_KINDS_MAX] = {"master", "exp_avg", "exp_avg_sq", "spare"};
 
-static FakeRun *fake_make(ModelConfig m, int n_kinds, int64_t step) {
+static FakeRun *fake_make_part(ModelConfig m, ModelPart part, int n_kinds, int64_t step) {
     FakeRun *f = (FakeRun *)host_alloc(sizeof *f);
     f->model = m;
     f->n_kinds = n_kinds;
     f->poison_row = -1;
     f->world = 1;
-    model_build_table(&f->table, &f->model, model_whole);
+    model_build_table(&f->table, &f->model, part);
     for (int k = 0; k < n_kinds; k++) {
         f->value[k] = (float **)host_alloc(sizeof(float *) * (size_t)f->table.n_rows);
         for (int row = 0; row < f->table.n_rows; row++) f->value[k][row] = (float *)host_alloc((size_t)param_numel(&f->table.row[row]) * 4);
@@ -102,6 +117,8 @@ static FakeRun *fake_make(ModelConfig m, int n_kinds, int64_t step) {
     fake_fill(f, step);
     return f;
 }
+
+static FakeRun *fake_make(ModelConfig m, int n_kinds, int64_t step) { return fake_make_part(m, model_whole, n_kinds, step); }
 
 static void fake_free(FakeRun *f) {
     for (int k = 0; k < f->n_kinds; k++) {
@@ -645,8 +662,8 @@ static void ckpt_reseal(const char *checkpoint) {
     int64_t bytes;
     unsigned char *b = (unsigned char *)ckpt_slurp(ckpt_join(path, checkpoint, "shard-0.bin"), &bytes);
     ShardHeader *h = (ShardHeader *)b;
-    bool sane = h->data_bytes >= 0 && h->data_bytes <= bytes - SHARD_ALIGN && h->n_runs >= 0 && h->n_runs < bytes / 32;
-    int64_t table = sane ? SHARD_ALIGN + h->data_bytes : 0, crcs = sane ? table + h->n_runs * 32 : 0;
+    bool sane = h->data_bytes >= 0 && h->data_bytes <= bytes - SHARD_ALIGN && h->n_runs >= 0 && h->n_runs < bytes / (int64_t)sizeof(ShardRun);
+    int64_t table = sane ? SHARD_ALIGN + h->data_bytes : 0, crcs = sane ? table + h->n_runs * (int64_t)sizeof(ShardRun) : 0;
     sane = sane && crcs + stored_shard_pieces(h->data_bytes) * 4 <= bytes;
     for (int64_t i = 0; sane && i < stored_shard_pieces(h->data_bytes); i++) {
         int64_t start = i * PIECE_BYTES, length = min_i64(PIECE_BYTES, h->data_bytes - start);
@@ -683,10 +700,11 @@ static void ckpt_edit_manifest(const char *checkpoint, const char *from, const c
 
 static void test_checkpoint_forged_manifest(Test *t) {
     static const struct { const char *from, *to, *why; } row[] = {
-        {"\"version\": 1", "\"version\": 0", "version 0; this build reads"},
-        {"\"version\": 1", "\"version\": 2", "version 2; this build reads"},
-        {"\"version\": 1", "\"version\": 4294967295", "version 4294967295; this build reads"},
-        {"\"version\": 1", "\"version\": -1", "must be a whole number"},
+        {"\"version\": 2", "\"version\": 0", "version 0; this build reads"},
+        {"\"version\": 2", "\"version\": 3", "version 3; this build reads"},
+        {"\"version\": 2", "\"version\": 1", "shard-0.bin: version 2; the manifest's is 1"},
+        {"\"version\": 2", "\"version\": 4294967297", "version 4294967297; this build reads"},
+        {"\"version\": 2", "\"version\": -1", "must be a whole number"},
         {"train_gpt checkpoint", "another program", "format \"another program\""},
         {"\"step\": 5", "\"step\": 6", "not of the step in the folder's name"},
         {"\"step\": 5", "\"step\": -5", "\"step\" must be a whole number"},
@@ -760,9 +778,9 @@ static void test_checkpoint_forged_shard(Test *t) {
 #define IN_RUN(which, field) which, offsetof(ShardRun, field)
     static const struct { int where; size_t offset; int bytes; int64_t value; const char *why; } row[] = {
         {IN_HEADER(magic), 8, 0x4141414141414141, "is no shard"},
-        {IN_HEADER(version), 4, 0, "version 0; this build reads version 1"},
-        {IN_HEADER(version), 4, 2, "version 2; this build reads version 1"},
-        {IN_HEADER(version), 4, 0xffffffff, "version 4294967295; this build reads version 1"},
+        {IN_HEADER(version), 4, 0, "version 0; the manifest's is 2"},
+        {IN_HEADER(version), 4, 1, "version 1; the manifest's is 2"},
+        {IN_HEADER(version), 4, 0xffffffff, "version 4294967295; the manifest's is 2"},
         {IN_HEADER(byte_order), 4, 0x04030201, "byte-order mark"},
         {IN_HEADER(step), 8, 6, "at step 6, not to rank 0 of 1 at step 5"},
         {IN_HEADER(rank), 8, 1, "belongs to rank 1"},
@@ -774,7 +792,7 @@ static void test_checkpoint_forged_shard(Test *t) {
         {IN_HEADER(n_runs), 8, 0, "its runs cover 0 of"},
         {IN_HEADER(n_runs), 8, -1, "do not fit"},
         {IN_HEADER(n_runs), 8, INT64_MAX, "do not fit"},
-        {IN_HEADER(n_runs), 8, INT64_MAX / 32, "do not fit"},
+        {IN_HEADER(n_runs), 8, INT64_MAX / 48, "do not fit"},
         {IN_HEADER(file_bytes), 8, 0, "do not fit"},
         {IN_RUN(RUN0, tensor), 4, 0xffffffff, "run 0 of its table"},
         {IN_RUN(RUN0, tensor), 4, 1, "run 0 of its table"},        // larger than that tensor
@@ -786,12 +804,16 @@ static void test_checkpoint_forged_shard(Test *t) {
         {IN_RUN(RUN0, numel), 8, 0, "run 0 of its table"},
         {IN_RUN(RUN0, numel), 8, -1, "run 0 of its table"},
         {IN_RUN(RUN0, numel), 8, INT64_MAX, "run 0 of its table"},
-        {IN_RUN(RUN0, numel), 8, 167, "run 1 of its table"},       // a hole in the file
+        {IN_RUN(RUN0, numel), 8, 167, "run 0 of its table"},       // and the stride is still 168
+        {IN_RUN(RUN0, count), 8, 0, "run 0 of its table"},
+        {IN_RUN(RUN0, count), 8, -1, "run 0 of its table"},
+        {IN_RUN(RUN0, count), 8, 2, "run 0 of its table"},         // 168 elements are no part of a row
+        {IN_RUN(RUN0, stride), 8, 8, "run 0 of its table"},        // one piece has no stride but its length
         {IN_RUN(RUN0, data_offset), 8, 4, "run 0 of its table"},
         {IN_RUN(RUN1, tensor), 4, 0, "are missing or stored twice"}, // 96 elements of wte again
         {IN_RUN(RUN1, data_offset), 8, 0, "run 1 of its table"},   // overlapping
         {IN_RUN(RUN1, data_offset), 8, -4, "run 1 of its table"},
-        {IN_RUN(LAST_RUN, numel), 8, 7, "its runs cover 9212 of"}, // shorter than the values
+        {IN_RUN(LAST_RUN, numel), 8, 9, "of its table"},           // longer than the values
         {IN_RUN(LAST_RUN, global_offset), 8, INT64_MIN, "of its table"},
     };
     const int64_t steps[] = {5};
@@ -804,7 +826,7 @@ static void test_checkpoint_forged_shard(Test *t) {
     StoredShardPlan plan = stored_shard_plan(&f->tensors);
     for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
         int64_t table = SHARD_ALIGN + plan.data_bytes, run = row[i].where == RUN1 ? 1 : row[i].where == LAST_RUN ? plan.n_runs - 1 : 0;
-        int64_t at = (row[i].where == HEADER ? 0 : table + 32 * run) + (int64_t)row[i].offset;
+        int64_t at = (row[i].where == HEADER ? 0 : table + (int64_t)sizeof(ShardRun) * run) + (int64_t)row[i].offset;
         ckpt_spill(path, good, bytes);
         int fd = open(path, O_WRONLY | O_CLOEXEC);
         CHECK(pwrite(fd, &row[i].value, (size_t)row[i].bytes, at) == row[i].bytes, "pwrite");
@@ -896,20 +918,20 @@ static void test_checkpoint_many_shards(Test *t) {
             int third = (int)((rank + i) % WORLD);
             int64_t from = run[i].numel * third / WORLD, to = run[i].numel * (third + 1) / WORLD;
             if (from == to) continue;
-            ShardRun r = {run[i].tensor, run[i].kind, run[i].global_offset + from, to - from, at};
+            ShardRun r = {run[i].tensor, run[i].kind, run[i].global_offset + from, to - from, 1, to - from, at};
             memcpy(b + SHARD_ALIGN + at, whole + SHARD_ALIGN + run[i].data_offset + 4 * from, (size_t)(to - from) * 4);
             at += (to - from) * 4;
             own[n++] = r;
         }
         ShardHeader *o = (ShardHeader *)b;
         *o = *h;
-        o->rank = rank; o->world = WORLD; o->data_bytes = at; o->n_runs = n; o->file_bytes = stored_shard_file_bytes(at, n);
+        o->rank = rank; o->world = WORLD; o->data_bytes = at; o->n_runs = n; o->file_bytes = stored_shard_file_bytes(CHECKPOINT_VERSION, at, n);
         o->crc = crc32c_software(0, o, SHARD_ALIGN - 4);
         memset(b + SHARD_ALIGN + at, 0, (size_t)(bytes - SHARD_ALIGN - at));
         memcpy(b + SHARD_ALIGN + at, own, (size_t)n * sizeof *own);
         uint32_t crc = crc32c_software(0, b + SHARD_ALIGN, (size_t)at); // one piece
         CHECK(at <= PIECE_BYTES, "too large for this test");
-        memcpy(b + SHARD_ALIGN + at + n * 32, &crc, 4);
+        memcpy(b + SHARD_ALIGN + at + n * (int64_t)sizeof *own, &crc, 4);
         snprintf(record[rank].file, sizeof record[rank].file, "shard-%d.bin", rank);
         record[rank].bytes = o->file_bytes;
         record[rank].table_crc = crc32c_software(0, b + SHARD_ALIGN + at, (size_t)(o->file_bytes - SHARD_ALIGN - at));
