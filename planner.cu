@@ -66,88 +66,98 @@ static const char *plan_host_text(char *text, size_t room, const MemoryUse *host
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// --plan
+// A configuration taken apart: what the ranks of each stage of the pipeline hold and do, though none of them is here
 
-// Does anything of the model lie in host memory?
-static bool plan_uses_host(const Config *cfg) { return cfg->zero.offload_optimizer.device || cfg->zero.offload_param.device || cfg->activation_checkpointing.cpu_checkpointing; }
+typedef struct {
+    const Config *cfg;     // resolved
+    GridAxes size;
+    int n_chunks;          // on each stage
+    int *first;            // (all chunks + 1) the first unit of each, in the order of the model, and the number of units
+    int *stage;            // by unit
+    Model *model;          // (size.pp) as a rank of each stage holds it
+    Pipeline *pipe;        // (size.pp) their programs, of as many micro-batches as it takes to be in full flow: more repeat what is there
+} Plan;
 
-static void plan_print_row(const Config *cfg, const Model *m, double unit, double room) {
-    const BatchConfig *b = &cfg->batch;
-    GridAxes axes = {1, (int)cfg->world, 1, 1};
-    // All ranks hold parts of the same size: what holds for the first holds for all.
-    MemoryUse host, use = plan_memory(cfg, m, grid_make(0, axes), cfg->world <= PLAN_HOST_RANKS, b->train_micro_batch_size_per_gpu, true, &host);
-    double total = (double)memory_total(&use);
-    printf("%7" PRId64 " %6" PRId64 " %6" PRId64 " %7" PRId64 "%s", cfg->world, b->train_micro_batch_size_per_gpu, b->gradient_accumulation_steps, b->train_batch_size, cfg->batch_follows ? "*" : " ");
-    for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.2f", (double)use.bytes[k] / unit);
-    printf(" %10.2f", total / unit);
-    if (plan_uses_host(cfg)) printf(" %10.2f", (double)memory_total(&host) / unit);
-    if (room > 0 && total <= room) printf("  fits");
-    else if (room > 0) printf("  %.2f too much", (total - room) / unit);
-    putchar('\n');
+// Micro-batches of an update that a plan's programs have.
+static int plan_micro_batches(const Config *cfg) {
+    int64_t n = cfg->batch.gradient_accumulation_steps;
+    return (int)(cfg->parallel.pipeline_schedule == PIPELINE_GPIPE ? n : min_i64(n, 4 * cfg->parallel.pipeline));
 }
 
-// The ladder of activation checkpointing for one micro-batch of a configuration: what each policy saves, and what it costs.
-static void plan_print_ladder(const Config *cfg, const Model *m, double unit) {
-    const int64_t B = cfg->batch.train_micro_batch_size_per_gpu;
-    Config *c = (Config *)host_alloc(sizeof *c);
-    *c = *cfg;
-    ActLayout set = acts_layout(cfg, m, pipeline_n_slots(), B, true);
-    printf("activation checkpointing of a micro-batch of %" PRId64 "; recomputed operations as a share of the update's own, traffic once more in memory\n%22s %10s %10s %10s %10s %10s\n",
-           B, "policy", "activat.", "saved", "on host", "operations", "traffic");
-    for (int policy = 0; policy <= RECOMPUTE_POLICIES; policy++) {
-        char name[64];
-        ActLayout l = set;
-        if (policy < RECOMPUTE_POLICIES) {
-            c->activation_checkpointing = {};
-            c->activation_checkpointing.policy = (RecomputePolicy)policy;
-            l = acts_layout(c, m, pipeline_n_slots(), B, true);
-        } else if (set.n_segments == m->L && !set.cpu_checkpointing) continue;
-        ActCost cost = acts_cost(&l);
-        bool chosen = policy == RECOMPUTE_POLICIES || (l.policy == set.policy && l.n_segments == set.n_segments && l.cpu_checkpointing == set.cpu_checkpointing);
-        if (l.n_segments == m->L) snprintf(name, sizeof name, "%s", recompute_names[l.policy]);
-        else snprintf(name, sizeof name, "%s, %d segments", recompute_names[l.policy], l.n_segments);
-        printf("%22s %10.2f %10.2f %10.2f %8.1f %% %10.2f%s\n", name, (double)cost.bytes / unit, (double)cost.saved_bytes / unit, (double)cost.host_bytes / unit, 100 * cost.flops_share,
-               (double)cost.traffic_bytes / unit, chosen ? "  <- this one" : "");
-    }
-    free(c);
+// Where a chunk of the model is, counted from its beginning.
+static int plan_stage_of(const Plan *p, int whole) { return pipeline_stage_of(&p->pipe[0], whole); }
+
+// All ranks of tensor and of data parallelism hold as much as the first.
+static ProcessGrid plan_grid(const Plan *p, int stage) {
+    GridAxes first = {stage, 0, 0, 0};
+    return grid_make(grid_rank(first, p->size), p->size);
 }
 
-// Prints a row for each number of ranks, from `first` on; returns the exit code.
-static int plan_print(Config *first) {
-    const double gib = 1024.0 * 1024 * 1024, mib = 1024.0 * 1024;
-    bool refused = false, follows = false;
-    for (Config *c = first; c; c = c->next_world) {
-        refused |= c->refused, follows |= c->batch_follows;
-        if (!c->refused) resolve_model(c);
+// Are the ranks that share weights on one host?
+static bool plan_one_host(const Plan *p) { return p->size.tp * p->size.sp * p->size.dp <= PLAN_HOST_RANKS; }
+
+static void plan_open(Plan *p, const Config *cfg) {
+    const ParallelConfig *c = &cfg->parallel;
+    int n_units = (int)cfg->model.n_layer + 2;
+    memset(p, 0, sizeof *p);
+    p->cfg = cfg;
+    p->size = {(int)c->pipeline, (int)c->data, (int)c->sequence, (int)c->tensor};
+    p->n_chunks = pipeline_n_chunks(c->pipeline_schedule, p->size.pp, (int)c->virtual_pipeline);
+    int chunks = p->n_chunks * p->size.pp;
+    p->pipe = (Pipeline *)host_alloc(sizeof(Pipeline) * (size_t)p->size.pp);
+    for (int s = 0; s < p->size.pp; s++) pipeline_make(&p->pipe[s], c->pipeline_schedule, p->size.pp, p->n_chunks, s, plan_micro_batches(cfg));
+    Model whole;
+    model_init(&whole, &cfg->model, model_whole, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, NULL);
+    int64_t *weight = (int64_t *)host_alloc(sizeof(int64_t) * (size_t)n_units);
+    for (int u = 0; u < n_units; u++) weight[u] = whole.table.unit[u].numel;
+    p->first = (int *)host_alloc(sizeof(int) * (size_t)(chunks + 1));
+    pipeline_cut(weight, n_units, chunks, p->first);
+    free(weight);
+    model_free(&whole);
+    p->stage = (int *)host_alloc(sizeof(int) * (size_t)n_units);
+    for (int k = 0; k < chunks; k++)
+        for (int u = p->first[k]; u < p->first[k + 1]; u++) p->stage[u] = plan_stage_of(p, k);
+    p->model = (Model *)host_alloc(sizeof(Model) * (size_t)p->size.pp);
+    for (int s = 0; s < p->size.pp; s++) {
+        ModelPart part = {p->size.tp, 0, s, p->stage};
+        model_init(&p->model[s], &cfg->model, part, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, NULL);
+        p->model[s].sp.size = p->size.sp;
     }
-    if (message_rank > 0) return refused ? EXIT_CONFIG : EXIT_OK;
-    DeviceInfo device;
-    bool present = first->device_memory == 0 && device_probe(0, &device);
-    double room = first->device_memory > 0 ? first->device_memory * gib : present ? (double)device.memory_bytes : 0;
-    room = fmax(0, room - (double)PLAN_OTHERS_BYTES);
-    const ModelConfig *c = &first->model;
-    Model m;
-    model_init(&m, c, model_whole, first->dtype, first->run.logits_bytes, first->run.gelu_apart, NULL);
-    GridAxes one = {1, 1, 1, 1};
-    MemoryUse largest = plan_memory(first, &m, grid_make(0, one), true, first->batch.train_micro_batch_size_per_gpu, true, NULL);
-    double unit = memory_total(&largest) >= 1e9 ? gib : mib;
-    printf("%s: n_layer %" PRId64 ", n_head %" PRId64 ", n_embd %" PRId64 ", n_inner %" PRId64 ", vocab_size %" PRId64 ", %" PRId64 " parameters; %s, %s, ZeRO stage %" PRId64 ", %" PRId64 " tokens a sample\n",
-           m.arch->name, c->n_layer, c->n_head, c->n_embd, c->n_inner, c->vocab_size, table_param_count(&m.table), dtype_name(first->dtype), optimizer_rules[first->optimizer.type].name, first->zero.stage, first->run.seq_len);
-    if (present) printf("device: %s, %.1f GiB\n", device.name, (double)device.memory_bytes / gib);
-    if (room > 0 && PLAN_OTHERS_BYTES > 0) printf("%.1f GiB of the device are left to its context and libraries\n", (double)PLAN_OTHERS_BYTES / gib);
-    printf("%s of memory a rank\n%7s %6s %6s %7s ", unit == gib ? "GiB" : "MiB", "ranks", "micro", "accum", "batch");
-    for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.10s", k == MEMORY_OPTIMIZER_STATES ? "states" : k == MEMORY_ACTIVATIONS ? "activat." : memory_names[k]);
-    printf(" %10s", "total");
-    if (plan_uses_host(first)) printf(" %10s", "host");
-    if (room > 0) printf("  of %.2f", room / unit);
-    putchar('\n');
-    for (Config *w = first; w; w = w->next_world)
-        if (w->refused) printf("%7" PRId64 " refused: see above\n", w->world);
-        else plan_print_row(w, &m, unit, room);
-    if (follows) printf("* train_batch_size cannot be had with this micro-batch on so many ranks: micro-batch and accumulation are kept, and it follows\n");
-    for (Config *w = first; w; w = w->next_world)
-        if (!w->refused && (w == first || w->batch.train_micro_batch_size_per_gpu != first->batch.train_micro_batch_size_per_gpu)) plan_print_ladder(w, &m, unit);
-    model_free(&m);
-    fflush(stdout);
-    return refused ? EXIT_CONFIG : EXIT_OK;
+}
+
+static void plan_close(Plan *p) {
+    for (int s = 0; s < p->size.pp; s++) {
+        model_free(&p->model[s]);
+        pipeline_free(&p->pipe[s]);
+    }
+    free(p->first);
+    free(p->stage);
+    free(p->model);
+    free(p->pipe);
+}
+
+static ZeroLayout plan_zero(const Plan *p, int stage) {
+    ProcessGrid grid = plan_grid(p, stage);
+    ZeroOptions options = zero_options(&p->cfg->zero);
+    options.direct_exchange = options.direct_exchange && plan_one_host(p);
+    return zero_layout(&p->model[stage], options, grid.zero_size, grid.zero_rank, optimizer_n_states(&p->cfg->optimizer), true);
+}
+
+static ActLayout plan_acts(const Plan *p, int stage) {
+    return acts_layout(p->cfg, &p->model[stage], p->pipe[stage].n_slots[0], p->cfg->batch.train_micro_batch_size_per_gpu, true);
+}
+
+static MemoryUse plan_stage_memory(const Plan *p, int stage, MemoryUse *host) {
+    return plan_memory(p->cfg, &p->model[stage], plan_grid(p, stage), plan_one_host(p), p->cfg->batch.train_micro_batch_size_per_gpu, true, host);
+}
+
+// The stage whose ranks need most of the device.
+static int plan_fullest(const Plan *p) {
+    int fullest = 0;
+    int64_t most = -1;
+    for (int s = 0; s < p->size.pp; s++) {
+        MemoryUse use = plan_stage_memory(p, s, NULL);
+        if (memory_total(&use) > most) most = memory_total(&use), fullest = s;
+    }
+    return fullest;
 }

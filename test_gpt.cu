@@ -27,13 +27,14 @@ static CommWorld test_world; // the ranks that run the tests
 #include "tests/test_rendezvous.h"
 #include "tests/test_aio.h"
 #include "tests/test_nvme.h"
+#include "tests/test_plan.h"
 
 static const TestSection test_sections[] = {
     {"config", config_tests},   {"kernels", kernel_tests},       {"data", data_tests},     {"formats", format_tests},
     {"tables", table_tests},    {"schedules", schedule_tests},   {"pipeline", pipeline_tests}, {"golden", golden_tests}, {"trainer", trainer_tests},
     {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"shards", shards_tests}, {"layouts", layouts_tests}, {"parallel", parallel_tests}, {"zero", zero_tests},
     {"graphs", graph_tests},    {"offload", offload_tests},   {"recompute", recompute_tests}, {"comm", comm_tests},       {"rendezvous", rendezvous_tests},
-    {"aio", aio_tests},         {"nvme", nvme_tests},
+    {"aio", aio_tests},         {"nvme", nvme_tests},         {"plan", plan_tests},
     {"hang", hang_tests},
 };
 

@@ -11,6 +11,7 @@
 #include "trainer.cu"  // Trainer: the configuration, the model, what shards and keeps it; setting up
 #include "evaluate.cu" // once in a while: evaluation, samples, checkpoints
 #include "inspect.cu"  // --inspect: what checkpoints hold
+#include "plan_report.cu" // --plan: memory, bytes and time of any world
 
 // ---------------------------------------------------------------------------------------------------------------
 // Forward and backward of the units of a chunk

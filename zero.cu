@@ -311,11 +311,12 @@ static bool layout_staging_in_parts(const ZeroLayout *l) { return l->parts_bytes
 // from what the CPU updates.
 static bool layout_updates_on_host(const ZeroLayout *l, const Model *m, int unit) {
     int64_t before = 0, all = 0, numel = m->table.unit[unit].numel;
+    if (!l->opt.offload_optimizer || !l->with_gradients || !layout_shards_updates(l)) return false;
     for (int u = 0; u < m->table.n_units; u++) {
         all += m->table.unit[u].numel;
         if (u < unit) before += m->table.unit[u].numel;
     }
-    return l->opt.offload_optimizer && l->with_gradients && layout_shards_updates(l) && (double)before + 0.5 * (double)numel > (1 - l->opt.offload_ratio) * (double)all;
+    return (double)before + 0.5 * (double)numel > (1 - l->opt.offload_ratio) * (double)all;
 }
 
 // `kept`: elements of the blocks before this one that stay whole.

@@ -11,7 +11,7 @@ layers='
 9 test_gpt.cu
 8 train_gpt.cu
 7 trainer.cu evaluate.cu inspect.cu
-6 checkpoint_format.cu checkpoint.cu huggingface.cu planner.cu
+6 checkpoint_format.cu checkpoint.cu huggingface.cu planner.cu plan_time.cu plan_report.cu
 5 pipeline.cu optimizer.cu replicas.cu
 4 zero.cu offload.cu acts.cu
 3 model.cu tensor_parallel.cu
@@ -27,7 +27,7 @@ runtime/watch_state.h>runtime/watch.h runtime/watch_state.h>runtime/flight.h run
 runtime/watch_peers.h>runtime/watch_exit.h runtime/watch_progress.h>runtime/watch_state.h
 runtime/star.h>runtime/comm.h runtime/agree.h>runtime/comm.h runtime/groups.h>runtime/comm.h runtime/rendezvous.h>runtime/star.h runtime/dataloader.h>runtime/shards.h
 dsconfig.h>dsconfig_keys.h dsconfig.h>dsconfig_rules.h checkpoint.cu>checkpoint_format.cu
-zero.cu>offload.cu planner.cu>huggingface.cu evaluate.cu>trainer.cu model.cu>tensor_parallel.cu
+zero.cu>offload.cu planner.cu>huggingface.cu plan_time.cu>planner.cu plan_report.cu>plan_time.cu evaluate.cu>trainer.cu model.cu>tensor_parallel.cu
 '
 
 declare -A layer_of

@@ -9,7 +9,7 @@ budget_of() {
         train_gpt.cu | acts.cu | optimizer.cu) echo 400 ;;
         dsconfig.h) echo 1200 ;;
         model.cu) echo 1100 ;;
-        tensor_parallel.cu | planner.cu) echo 350 ;;
+        tensor_parallel.cu | planner.cu | plan_*.cu) echo 350 ;;
         zero.cu) echo 800 ;;
         pipeline.cu | offload.cu | checkpoint.cu) echo 500 ;;
         test_gpt.cu) echo 1500 ;;

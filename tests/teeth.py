@@ -203,6 +203,14 @@ BUGS = [
      "only the first part of the vocabulary counts its tokens"),
     ("kernels/cpu/embedding.cpp", "(t - first_row % T + T) % T : N", "t : N", "kernels/cpu_position_backward",
      "positions of a part of the rows are counted from its first"),
+    ("plan_time.cu", "bool twice = z->opt.stage == 0 || !z->opt.reduce_scatter;", "bool twice = !z->opt.reduce_scatter;", "plan/bytes of a run@2",
+     "stage 0 is planned without the way of its sums to everybody"),
+    ("plan_time.cu", "1 - (passes - 1) / passes * s->zero.n_param_pool / turns;", "1 - s->zero.n_param_pool / turns;", "plan/bytes of a run@2",
+     "the first pass of an update finds its blocks there"),
+    ("plan_report.cu", "if (found.bytes > room) continue;", "", "plan/proposals",
+     "what does not fit is proposed"),
+    ("plan_time.cu", "(n - plan_micro_batches(cfg)) * slowest;", "0;", "plan/bubbles",
+     "micro-batches that are not simulated take no time"),
 ]
 
 
