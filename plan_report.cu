@@ -64,7 +64,7 @@ static void print_ladder(const Plan *p, double unit) {
     Plan other = *p;
     *c = *cfg;
     other.cfg = c;
-    ActLayout set = plan_acts(p, stage);
+    ActLayout set = plan_stage_acts(p, stage);
     printf("activation checkpointing of a micro-batch of %" PRId64 "; recomputed operations as a share of the update's own, traffic once more in memory\n%22s %10s %10s %10s %10s %10s\n",
            set.B, "policy", "activat.", "saved", "on host", "operations", "traffic");
     for (int policy = 0; policy <= RECOMPUTE_POLICIES; policy++) {
@@ -73,7 +73,7 @@ static void print_ladder(const Plan *p, double unit) {
         if (policy < RECOMPUTE_POLICIES) {
             c->activation_checkpointing = {};
             c->activation_checkpointing.policy = (RecomputePolicy)policy;
-            l = plan_acts(&other, stage);
+            l = plan_stage_acts(&other, stage);
         } else if (set.n_segments == m->L && !set.cpu_checkpointing) continue;
         ActCost cost = acts_cost(&l);
         bool chosen = policy == RECOMPUTE_POLICIES || (l.policy == set.policy && l.n_segments == set.n_segments && l.cpu_checkpointing == set.cpu_checkpointing);

@@ -101,8 +101,8 @@ static StagePlan stage_plan_open(const Plan *p, int stage) {
     memset(&s, 0, sizeof s);
     s.plan = p;
     s.m = &p->model[stage];
-    s.zero = plan_zero(p, stage);
-    s.acts = plan_acts(p, stage);
+    s.zero = plan_stage_zero(p, stage);
+    s.acts = plan_stage_acts(p, stage);
     s.rows = (double)(p->cfg->batch.train_micro_batch_size_per_gpu * p->cfg->run.seq_len) / p->size.sp;
     s.stream_bytes = s.rows * (double)(s.m->C * dtype_bytes(s.m->dtype));
     return s;

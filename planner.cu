@@ -88,7 +88,7 @@ static int plan_micro_batches(const Config *cfg) {
 static int plan_stage_of(const Plan *p, int whole) { return pipeline_stage_of(&p->pipe[0], whole); }
 
 // All ranks of tensor and of data parallelism hold as much as the first.
-static ProcessGrid plan_grid(const Plan *p, int stage) {
+static ProcessGrid plan_stage_grid(const Plan *p, int stage) {
     GridAxes first = {stage, 0, 0, 0};
     return grid_make(grid_rank(first, p->size), p->size);
 }
@@ -136,19 +136,19 @@ static void plan_close(Plan *p) {
     free(p->pipe);
 }
 
-static ZeroLayout plan_zero(const Plan *p, int stage) {
-    ProcessGrid grid = plan_grid(p, stage);
+static ZeroLayout plan_stage_zero(const Plan *p, int stage) {
+    ProcessGrid grid = plan_stage_grid(p, stage);
     ZeroOptions options = zero_options(&p->cfg->zero);
     options.direct_exchange = options.direct_exchange && plan_one_host(p);
     return zero_layout(&p->model[stage], options, grid.zero_size, grid.zero_rank, optimizer_n_states(&p->cfg->optimizer), true);
 }
 
-static ActLayout plan_acts(const Plan *p, int stage) {
+static ActLayout plan_stage_acts(const Plan *p, int stage) {
     return acts_layout(p->cfg, &p->model[stage], p->pipe[stage].n_slots[0], p->cfg->batch.train_micro_batch_size_per_gpu, true);
 }
 
 static MemoryUse plan_stage_memory(const Plan *p, int stage, MemoryUse *host) {
-    return plan_memory(p->cfg, &p->model[stage], plan_grid(p, stage), plan_one_host(p), p->cfg->batch.train_micro_batch_size_per_gpu, true, host);
+    return plan_memory(p->cfg, &p->model[stage], plan_stage_grid(p, stage), plan_one_host(p), p->cfg->batch.train_micro_batch_size_per_gpu, true, host);
 }
 
 // The stage whose ranks need most of the device.
