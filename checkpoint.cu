@@ -20,18 +20,34 @@
 // what it needs. They meet (peers_meet) where one must know how the others fared: before rank 0 lets the manifest say that
 // their files are there, and before anything reaches the model.
 //
+// A save has three steps, at whose ends all ranks meet: rank 0 makes the folder; every rank writes its shard; rank 0 writes the
+// manifest and publishes. In the background (checkpoint_begin) the second is made by a thread of every rank, from a copy of
+// what the rank owns, and the third by a thread of rank 0, while training goes on:
+//
+//     main      | meet, copy | update | update |  ...  | meet | update |  ...  | meet
+//     writers              | write, fsync                    | manifest, rename
+//
+// The copy is made beside the next update, which may compute, but not change what is still being copied. The ranks' main threads
+// alone talk to each other. They meet when all writers are done, which the ranks find out together (checkpoint_ready) by a
+// sum that each update makes anyway. At most one save is on its way.
+//
 // The order of the calls of a save is the whole point; each says what a crash would do without it. The tests record these
 // calls and try what is left after a crash at each of them, with any subset of the unsynced ones lost.
 #pragma once
 #include "checkpoint_format.cu"
+#include "runtime/device.h"
 #include "runtime/durable.h"
+#include "runtime/thread.h"
 
 enum { SLICE_NUMEL = 2 << 20 }; // values on their way between the run and a file: 8 MiB
 
 typedef struct {
     bool durable;
+    int64_t step;
     int64_t bytes;       // written to the disk
-    double seconds;
+    double seconds;      // from its begin to its end
+    double stall_seconds; // of these the caller waited so long: all of them, unless in the background
+    double write_seconds; // in which the slowest rank wrote and synced its shard
     char name[64];       // "step-00000100"
     char why[800];       // if not durable: rank and host where there are several, file, call, offset, reason
     bool not_a_number;   // if not durable: because the state holds NaN, or an infinite weight; a disk has no part in it
@@ -47,28 +63,64 @@ typedef struct {
 
 static const CheckpointPeers checkpoint_alone = {0, 1, NULL, NULL};
 
+// What a rank tells the others where they meet.
+typedef struct {
+    int32_t good, error; // Io.error, if not good
+    uint32_t crc;
+    int64_t bytes;
+    double seconds;
+    char name[CHECKPOINT_NAME_MAX + 32]; // of a checkpoint, or of its temporary folder
+    char host[64];
+    char why[720];
+} PeerWord;
+
+// What this rank writes.
+typedef struct {
+    int64_t n_runs, data_bytes, file_bytes;
+} StoredShardPlan;
+
+typedef enum { SAVE_NONE, SAVE_COPYING, SAVE_WRITING, SAVE_PUBLISHING } SavePhase;
+
+// The save that is on its way, or was the last one.
+typedef struct {
+    SavePhase phase;
+    TrainingState state;
+    CheckpointTensors tensors;
+    StoredShardPlan plan;
+    int64_t keep_n_most_recent, num_checkpoints_to_keep;
+    SaveResult result;
+    double start;
+    PeerWord word, *all; // of this rank, for the next meeting; of all, at the last one
+    pthread_t writer;    // makes the phase's step, in the background
+    bool copied;         // what is written comes from SaveCopy
+    bool writes;         // it has been started, and not been joined
+    int done;            // it is at its end; atomic
+    bool good;           // the step was
+    int64_t manifest_bytes;
+} SaveJob;
+
+// Room for the copy of what this rank owns: null where saves are not made in the background.
+typedef struct {
+    char *memory;
+    int64_t bytes;
+    bool pinned;
+    int64_t *at;         // of row and kind [kind * n_rows + row]: where its values are
+} SaveCopy;
+
 typedef struct {
     IoHandle folder;     // save_dir, where rank 0 holds it open
     CheckpointPeers peers;
     int lock_fd;         // -1 where the file system knows no locks, or when reading only
     bool read_only;
     int failed_in_a_row; // saves, for callers that give up after some
+    SaveJob job;
+    SaveCopy copy;
     Io io;
     char path[CONFIG_PATH_MAX];
 } CheckpointStore;
 
 // ---------------------------------------------------------------------------------------------------------------
 // Ranks
-
-// What a rank tells the others where they meet.
-typedef struct {
-    int32_t good, error; // Io.error, if not good
-    uint32_t crc;
-    int64_t bytes;
-    char name[CHECKPOINT_NAME_MAX + 32]; // of a checkpoint, or of its temporary folder
-    char host[64];
-    char why[720];
-} PeerWord;
 
 // Every rank's word, in `all`. Afterwards `mine` holds the name that rank 0 gave. Returns the first rank whose word is not
 // good, or -1.
@@ -538,6 +590,9 @@ static CheckpointStore *checkpoint_open_io(const CheckpointPeers *p, const char 
 static CheckpointStore *checkpoint_open(const CheckpointPeers *p, const char *save_dir, bool read_only) { return checkpoint_open_io(p, save_dir, read_only, NULL); }
 
 static void checkpoint_close(CheckpointStore *s) {
+    CHECK(s->job.phase == SAVE_NONE, "a save is on its way");
+    pinned_region_free(s->copy.memory, s->copy.bytes, s->copy.pinned);
+    free(s->copy.at);
     if (s->lock_fd >= 0) close(s->lock_fd); // drops the lock
     if (s->folder.fd >= 0) close(s->folder.fd);
     free(s);
@@ -552,11 +607,6 @@ static bool stored_range(const CheckpointTensors *t, int row, int64_t *first, in
     t->owned(t->ctx, row, first, last);
     return *first < *last;
 }
-
-// What this rank writes.
-typedef struct {
-    int64_t n_runs, data_bytes, file_bytes;
-} StoredShardPlan;
 
 static StoredShardPlan stored_shard_plan(const CheckpointTensors *t) {
     StoredShardPlan p = {0, 0, 0};
@@ -626,9 +676,22 @@ static bool stored_slice_write(Io *io, const IoHandle *file, const float *values
     return io_write(io, file, values, n * 4, SHARD_ALIGN + at);
 }
 
+// n values of what is saved, from `first` on: as they are, or out of the copy.
+static void save_values(CheckpointStore *s, int row, int kind, int64_t first, int64_t n, float *values) {
+    const CheckpointTensors *t = &s->job.tensors;
+    int64_t from, to;
+    if (!s->job.copied) { t->get(t->ctx, row, kind, first, n, values); return; }
+    stored_range(t, row, &from, &to);
+    t->kept_get(t->ctx, row, kind, to - from, s->copy.memory + s->copy.at[kind * t->table->n_rows + row], first - from, n, values);
+}
+
 // Writes header, values and table of this rank's shard.
-static bool stored_shard_write_contents(Io *io, const IoHandle *file, const CheckpointPeers *p, const TrainingState *state, const CheckpointTensors *t,
-                                        const StoredShardPlan *plan, uint32_t *table_crc) {
+static bool stored_shard_write_contents(CheckpointStore *s, const IoHandle *file) {
+    Io *io = &s->io;
+    const CheckpointPeers *p = &s->peers;
+    const TrainingState *state = &s->job.state;
+    const CheckpointTensors *t = &s->job.tensors;
+    const StoredShardPlan *plan = &s->job.plan;
     ShardHeader *h = (ShardHeader *)host_alloc(sizeof *h);
     memcpy(h->magic, SHARD_MAGIC, sizeof h->magic);
     h->version = CHECKPOINT_VERSION;
@@ -661,7 +724,7 @@ static bool stored_shard_write_contents(Io *io, const IoHandle *file, const Chec
                 *entry++ = {number, (uint32_t)kind, run[i].global_offset, run[i].numel, run[i].count, run[i].stride, at + (run[i].local_first - first) * 4};
             for (int64_t n; first < last && good; first += n, at += n * 4) {
                 n = min_i64(last - first, SLICE_NUMEL);
-                t->get(t->ctx, row, kind, first, n, values);
+                save_values(s, row, kind, first, n, values);
                 int64_t bad = first_bad_value(values, n, kind);
                 if (bad >= 0) {
                     param_runs(r, t->table->tp_rank, first + bad, first + bad + 1, run);
@@ -672,7 +735,7 @@ static bool stored_shard_write_contents(Io *io, const IoHandle *file, const Chec
             }
         }
     }
-    *table_crc = crc32c_extend(0, table, (size_t)table_bytes);
+    s->job.word.crc = crc32c_extend(0, table, (size_t)table_bytes);
     good = good && io_write(io, file, table, table_bytes, SHARD_ALIGN + plan->data_bytes);
     free(values);
     free(table);
@@ -689,16 +752,15 @@ static bool file_finish(Io *io, const IoHandle *folder, IoHandle *file, bool goo
 
 static void shard_name(char dst[32], int rank) { snprintf(dst, 32, "shard-%d.bin", rank); }
 
-// This rank's file in the temporary folder. *table_crc: the checksum that answers for it.
-static bool stored_shard_write(CheckpointStore *s, const char *temporary, const TrainingState *state, const CheckpointTensors *t,
-                               const StoredShardPlan *plan, uint32_t *table_crc) {
+// This rank's file in the temporary folder. SaveJob.word then has the checksum that answers for it.
+static bool stored_shard_write(CheckpointStore *s) {
     IoHandle folder, file;
     char name[32];
     shard_name(name, s->peers.rank);
-    if (!store_open_shared(s, temporary, &folder)) return false;
+    if (!store_open_shared(s, s->job.word.name, &folder)) return false;
     bool good = io_create(&s->io, &folder, name, &file);
     if (good) {
-        good = io_allocate(&s->io, &file, plan->file_bytes) && stored_shard_write_contents(&s->io, &file, &s->peers, state, t, plan, table_crc);
+        good = io_allocate(&s->io, &file, s->job.plan.file_bytes) && stored_shard_write_contents(s, &file);
         good = file_finish(&s->io, &folder, &file, good);
     }
     close(folder.fd);
@@ -814,66 +876,193 @@ static bool save_end(CheckpointStore *s, bool good, const TrainingState *state, 
     return good;
 }
 
-// Was a step of the save good on all ranks? If not, result->why says where not, with file, call and reason.
-static bool save_meet(CheckpointStore *s, bool good, PeerWord *word, PeerWord *all, SaveResult *result) {
+// ---------------------------------------------------------------------------------------------------------------
+// A save, step by step
+
+// Was a step of the save good on all ranks? If not, the result says where not, with file, call and reason.
+static bool save_meet(CheckpointStore *s, bool good, PeerWord *all) {
+    SaveJob *j = &s->job;
     char shown[112];
-    word->good = good;
-    word->error = s->io.error;
-    if (!good) snprintf(word->why, sizeof word->why, "%s/%s", text_escape(shown, sizeof shown, s->path, strlen(s->path)), s->io.why);
-    good = peers_meet(&s->peers, word, all, result->why, sizeof result->why);
-    for (int r = 0; r < s->peers.world; r++) result->not_a_number |= !all[r].good && all[r].error == EDOM;
+    j->word.good = good;
+    j->word.error = s->io.error;
+    if (!good) snprintf(j->word.why, sizeof j->word.why, "%s/%s", text_escape(shown, sizeof shown, s->path, strlen(s->path)), s->io.why);
+    good = peers_meet(&s->peers, &j->word, all, j->result.why, sizeof j->result.why);
+    for (int r = 0; r < s->peers.world; r++) j->result.not_a_number |= !all[r].good && all[r].error == EDOM;
     return good;
 }
 
-// Steps of a save up to the instant at which it is durable.
-static bool save_durably(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, SaveResult *result) {
-    PeerWord word, *all = peers_words(&s->peers);
-    StoredShardPlan plan = stored_shard_plan(t);
-    int64_t manifest_bytes = 0;
-    bool first = s->peers.rank == 0;
-    memset(&word, 0, sizeof word);
-    bool good = save_meet(s, !first || save_begin(s, t, result->name, word.name, sizeof word.name), &word, all, result);
-    if (good) {
-        word.bytes = plan.file_bytes;
-        good = save_meet(s, stored_shard_write(s, word.name, state, t, &plan, &word.crc), &word, all, result);
-        for (int r = 0; r < s->peers.world; r++) result->bytes += all[r].bytes;
-        bool published = first && save_end(s, good, state, t, word.name, result->name, all, &manifest_bytes);
-        word.bytes = manifest_bytes;
-        if (good) {
-            good = save_meet(s, !first || published, &word, all, result);
-            result->bytes += all[0].bytes;
-        }
+static void save_end_job(CheckpointStore *s, bool durable) {
+    SaveJob *j = &s->job;
+    j->result.durable = durable;
+    s->failed_in_a_row = durable ? 0 : s->failed_in_a_row + 1;
+    j->result.seconds = clock_seconds() - j->start;
+    j->phase = SAVE_NONE;
+    free(j->all);
+    j->all = NULL;
+}
+
+// First step. True if there is a folder to write into.
+static bool save_start(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, int64_t keep_n_most_recent, int64_t num_checkpoints_to_keep) {
+    SaveJob *j = &s->job;
+    CHECK(!s->read_only && state->step >= 0 && j->phase == SAVE_NONE, "save at step %" PRId64 ", phase %d", state->step, (int)j->phase);
+    memset(j, 0, sizeof *j);
+    j->start = clock_seconds();
+    j->state = *state;
+    j->tensors = *t;
+    j->plan = stored_shard_plan(t);
+    j->keep_n_most_recent = keep_n_most_recent;
+    j->num_checkpoints_to_keep = num_checkpoints_to_keep;
+    j->result.step = state->step;
+    j->all = peers_words(&s->peers);
+    step_name(j->result.name, state->step);
+    struct stat st;
+    if (s->peers.rank == 0 && fstat(s->folder.fd, &st) == 0 && st.st_nlink == 0) {
+        char shown[112];
+        note("checkpoint.save_dir %s was deleted while the run went on; it is made anew", text_escape(shown, sizeof shown, s->path, strlen(s->path)));
+        if (s->lock_fd >= 0) close(s->lock_fd);
+        close(s->folder.fd);
+        store_attach(s);
     }
-    free(all);
-    return good;
+    if (save_meet(s, s->peers.rank > 0 || save_begin(s, t, j->result.name, j->word.name, sizeof j->word.name), j->all)) return true;
+    save_end_job(s, false);
+    return false;
+}
+
+// What this rank does of the second step, and of the third. Needs no other rank.
+static void save_work(CheckpointStore *s) {
+    SaveJob *j = &s->job;
+    if (j->phase == SAVE_WRITING) {
+        double start = clock_seconds();
+        j->good = stored_shard_write(s);
+        j->word.bytes = j->plan.file_bytes;
+        j->word.seconds = clock_seconds() - start;
+    } else if (s->peers.rank > 0) j->good = true;
+    else {
+        char shown[112];
+        text_escape(shown, sizeof shown, s->path, strlen(s->path));
+        j->good = save_end(s, true, &j->state, &j->tensors, j->word.name, j->result.name, j->all, &j->manifest_bytes);
+        j->word.bytes = j->manifest_bytes;
+        if (!j->good) return;
+        Io told = s->io; // what follows changes neither the answer nor its reason
+        save_latest(s, j->result.name, shown);
+        save_retention(s, j->state.step, j->keep_n_most_recent, j->num_checkpoints_to_keep, shown);
+        s->io = told;
+    }
+}
+
+// All ranks, when they have done their work of a step: on to the next, or to the end.
+static void save_go_on(CheckpointStore *s) {
+    SaveJob *j = &s->job;
+    bool good = save_meet(s, j->good, j->all);
+    if (j->phase == SAVE_PUBLISHING) {
+        j->result.bytes += j->all[0].bytes;
+        save_end_job(s, good);
+        return;
+    }
+    for (int r = 0; r < s->peers.world; r++) {
+        j->result.bytes += j->all[r].bytes;
+        j->result.write_seconds = fmax(j->result.write_seconds, j->all[r].seconds);
+    }
+    j->phase = SAVE_PUBLISHING;
+    if (good) return;
+    if (s->peers.rank == 0) save_end(s, false, &j->state, &j->tensors, j->word.name, j->result.name, j->all, &j->manifest_bytes);
+    save_end_job(s, false);
 }
 
 // Saves the run as checkpoint step-N. When the result is durable, `latest` names it and older checkpoints beyond
 // num_checkpoints_to_keep (0 = keep all) are gone, but never one of the keep_n_most_recent newest. Otherwise nothing that
 // was there before has changed, `why` says what failed, and the caller warns and trains on (or ends, if it was the last save).
-// The result is the same on all ranks, but for its time.
+// The result is the same on all ranks, but for its times.
 static SaveResult checkpoint_save(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, int64_t keep_n_most_recent,
                                   int64_t num_checkpoints_to_keep) {
-    SaveResult result;
-    memset(&result, 0, sizeof result);
-    CHECK(!s->read_only && state->step >= 0, "save at step %" PRId64, state->step);
+    SaveJob *j = &s->job;
+    if (save_start(s, state, t, keep_n_most_recent, num_checkpoints_to_keep))
+        for (j->phase = SAVE_WRITING; j->phase; save_go_on(s)) save_work(s);
+    j->result.stall_seconds = j->result.seconds;
+    return j->result;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The same in the background
+
+// Host memory for it: what this rank writes, without the tables.
+static void checkpoint_copy_alloc(CheckpointStore *s, const CheckpointTensors *t) {
+    s->copy.bytes = stored_shard_plan(t).data_bytes;
+    s->copy.pinned = true;
+    s->copy.memory = (char *)pinned_region_malloc(max_i64(1, s->copy.bytes), &s->copy.pinned);
+    s->copy.at = (int64_t *)host_alloc(sizeof(int64_t) * (size_t)(t->n_kinds * t->table->n_rows));
+}
+
+static void *save_thread(void *store) {
+    CheckpointStore *s = (CheckpointStore *)store;
+    save_work(s);
+    __atomic_store_n(&s->job.done, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+static void save_work_begin(CheckpointStore *s) {
+    SaveJob *j = &s->job;
+    j->done = 0;
+    int error = thread_start(&j->writer, save_thread, s);
+    if (error) die(EXIT_INTERNAL, "no thread for the writer of checkpoints: %s", strerror(error));
+    j->writes = true;
+}
+
+static void save_work_end(CheckpointStore *s) {
+    if (s->job.writes) pthread_join(s->job.writer, NULL);
+    s->job.writes = false;
+}
+
+static bool checkpoint_saving(const CheckpointStore *s) { return s->job.phase != SAVE_NONE; }
+
+// Begins a save in the background; checkpoint_saving tells whether one is on its way afterwards. What is saved may change only behind
+// what `keep` has begun, until checkpoint_copied has returned.
+static void checkpoint_begin(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, int64_t keep_n_most_recent, int64_t num_checkpoints_to_keep) {
+    SaveJob *j = &s->job;
+    int64_t at = 0;
+    if (save_start(s, state, t, keep_n_most_recent, num_checkpoints_to_keep)) {
+        CHECK(j->plan.data_bytes <= s->copy.bytes, "a copy of %" PRId64 " bytes, room for %" PRId64, j->plan.data_bytes, s->copy.bytes);
+        j->phase = SAVE_COPYING;
+        j->copied = true;
+        for (int kind = 0; kind < t->n_kinds; kind++)
+            for (int row = 0; row < t->table->n_rows; row++) {
+                int64_t first, last;
+                if (!stored_range(t, row, &first, &last)) continue;
+                s->copy.at[kind * t->table->n_rows + row] = at;
+                t->keep(t->ctx, row, kind, first, last - first, s->copy.memory + at);
+                at += (last - first) * 4;
+            }
+    }
+    j->result.stall_seconds += clock_seconds() - j->start;
+}
+
+// The main thread, after the first update behind the copy, or before: the copy is complete, and the writer begins.
+static void checkpoint_copied(CheckpointStore *s) {
+    SaveJob *j = &s->job;
+    if (j->phase != SAVE_COPYING) return;
     double start = clock_seconds();
-    char shown[112];
-    text_escape(shown, sizeof shown, s->path, strlen(s->path));
-    step_name(result.name, state->step);
-    struct stat st;
-    if (s->peers.rank == 0 && fstat(s->folder.fd, &st) == 0 && st.st_nlink == 0) {
-        note("checkpoint.save_dir %s was deleted while the run went on; it is made anew", shown);
-        if (s->lock_fd >= 0) close(s->lock_fd);
-        close(s->folder.fd);
-        store_attach(s);
-    }
-    result.durable = save_durably(s, state, t, &result);
-    s->failed_in_a_row = result.durable ? 0 : s->failed_in_a_row + 1;
-    if (result.durable && s->peers.rank == 0) {
-        save_latest(s, result.name, shown);
-        save_retention(s, state->step, keep_n_most_recent, num_checkpoints_to_keep, shown);
-    }
-    result.seconds = clock_seconds() - start;
-    return result;
+    j->tensors.keep_end(j->tensors.ctx);
+    j->phase = SAVE_WRITING;
+    save_work_begin(s);
+    j->result.stall_seconds += clock_seconds() - start;
+}
+
+// Has this rank done its part of the step? It may then call checkpoint_go_on, as soon as this is true of all.
+static bool checkpoint_ready(const CheckpointStore *s) { return s->job.phase >= SAVE_WRITING && __atomic_load_n(&s->job.done, __ATOMIC_ACQUIRE); }
+
+// All ranks: waits for the writers, meets, and begins what comes next. True when that was the end: SaveJob.result says which.
+static bool checkpoint_go_on(CheckpointStore *s) {
+    SaveJob *j = &s->job;
+    double start = clock_seconds();
+    save_work_end(s);
+    save_go_on(s);
+    if (j->phase == SAVE_PUBLISHING) save_work_begin(s);
+    j->result.stall_seconds += clock_seconds() - start;
+    return j->phase == SAVE_NONE;
+}
+
+// All ranks: brings the save to its end, which they wait for.
+static void checkpoint_finish(CheckpointStore *s) {
+    checkpoint_copied(s);
+    while (checkpoint_saving(s)) checkpoint_go_on(s);
 }

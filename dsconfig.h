@@ -157,6 +157,7 @@ typedef struct {
     char save_dir[CONFIG_PATH_MAX];  // "" = <output_dir>/checkpoints
     char load_path[CONFIG_PATH_MAX]; // "" = save_dir
     int64_t keep_n_most_recent, num_checkpoints_to_keep; // 0 = no limit
+    bool decoupled; // write while training goes on
 } CheckpointConfig;
 
 // Values that are only compared with others, translated into them, or refused as not built yet: the trainer does not look here.
@@ -167,7 +168,7 @@ typedef struct {
     bool zero_quantized_weights, zero_quantized_gradients, cpu_offload, cpu_offload_param, cpu_offload_use_pin_memory;
     bool sequence_parallel;
     int64_t profile_step;
-    bool checkpoint_type, decoupled_writer, writer_statistics, memory_breakdown, flops_profiler, comms_logger, csv_monitor;
+    bool checkpoint_type, writer_statistics, memory_breakdown, flops_profiler, comms_logger, csv_monitor;
     uint32_t compile_passes;
     char backend[CONFIG_NAME_MAX];
 } CompatConfig;

@@ -334,7 +334,7 @@ static const ConfigKey config_keys[] = {
     NOTE("checkpoint.parallel_write.pipeline_stage", KEY_BOOL, "", 0, "all ranks write at the same time"),
     NOTE("checkpoint.checkpoint_serialization", KEY_BOOL, "", V19, "a detail of another framework's files"),
     SECTION("checkpoint.writer", "", V19 | NULL_OK, "DeepSpeed's writer"),
-    LATER("checkpoint.writer.decoupled", KEY_BOOL, compat.decoupled_writer, "false", "", AUTO | V19, "write while training goes on"),
+    USE("checkpoint.writer.decoupled", KEY_BOOL, checkpoint.decoupled, "false", "", AUTO | V19, "write while training goes on, from a copy in host memory"),
     LATER("checkpoint.writer.show_statistics", KEY_BOOL, compat.writer_statistics, "false", "", AUTO | V19, "print speeds"),
     NOTE("checkpoint.writer.*", KEY_ANY, "", V19, "the program has its own writer"),
     ALIAS("checkpoint.async_save", "checkpoint.writer.decoupled", 0, "no DeepSpeed key"),

@@ -145,23 +145,59 @@ static TrainingState trainer_state(const Trainer *t) {
     return s;
 }
 
-// Saves; a failure warns and leaves the older checkpoints as they are, unless this is the last chance.
+// A save has ended: what it means for the run. A failure warns and leaves the older checkpoints as they are, unless this is the last chance.
+static void save_tell(Trainer *t, const SaveResult *r, bool last_chance) {
+    const int failed = t->store->failed_in_a_row;
+    double rate = r->write_seconds > 0 ? (double)r->bytes / 1e6 / r->write_seconds : 0;
+    metrics_log(&t->metrics, "{\"event\":\"checkpoint\",\"at_step\":%" PRId64 ",\"durable\":%s,\"bytes\":%" PRId64 ",\"seconds\":%.4f,\"stall_ms\":%.2f,\"write_mb_s\":%.1f}", r->step, r->durable ? "true" : "false", r->bytes, r->seconds, 1e3 * r->stall_seconds, rate);
+    if (r->durable && t->grid.rank == 0) {
+        printf("step %6" PRId64 "/%" PRId64 "         | saved %s: %.1f MB in %.2f s", t->step, t->cfg->run.steps, r->name, (double)r->bytes / 1e6, r->seconds);
+        if (r->stall_seconds < r->seconds) printf(", for %.3f s of which training waited", r->stall_seconds);
+        putchar('\n');
+    }
+    if (!r->durable && r->not_a_number && (last_chance || failed >= 3))
+        die_told(EXIT_NUMERICS, "the checkpoint of step %" PRId64 " was not saved: %s; resume from the newest one that is there, with a lower learning rate or other data", r->step, r->why);
+    if (!r->durable && last_chance) die_told(EXIT_IO, "the last checkpoint, of step %" PRId64 ", could not be saved: %s; make room and resume from the checkpoint before it", r->step, r->why);
+    if (!r->durable && failed >= 3) die_told(EXIT_IO, "three checkpoints in a row could not be saved, the last one of step %" PRId64 ": %s; make room and resume from the newest one", r->step, r->why);
+    if (!r->durable) note("the checkpoint of step %" PRId64 " could not be saved: %s; earlier ones are intact, training goes on", r->step, r->why);
+    console_flush();
+}
+
+static void save_announce(const Trainer *t) { watch_announce(WATCH_SAVE, seconds_for_bytes(4 * (1 + t->zero.n_states) * table_param_count(&t->model.table))); }
+
+// Waits for the save in the background, if there is one.
+static void save_finish(Trainer *t) {
+    if (!checkpoint_saving(t->store)) return;
+    save_announce(t);
+    checkpoint_finish(t->store);
+    save_tell(t, &t->store->job.result, false);
+}
+
+// After an update: what the save in the background needs of the main thread.
+static void save_goes_on(Trainer *t) {
+    checkpoint_copied(t->store);
+    if (t->written && checkpoint_go_on(t->store)) save_tell(t, &t->store->job.result, false);
+}
+
+// Saves: in the background, if the configuration says so and there will be time for it.
 static void save(Trainer *t, bool last_chance) {
-    watch_announce(WATCH_SAVE, seconds_for_bytes(4 * (1 + t->zero.n_states) * table_param_count(&t->model.table)));
+    const CheckpointConfig *c = &t->cfg->checkpoint;
+    if (checkpoint_saving(t->store)) {
+        if (t->grid.rank == 0 && !last_chance)
+            note("the checkpoint of step %" PRId64 " waits for that of step %" PRId64 ", which is still being written; a larger train_gpt.run.checkpoint_every would spare that", t->step, t->store->job.state.step);
+        save_finish(t);
+    }
+    save_announce(t);
     RankState held = trainer_rank_state(t);
     agree_require(&held, t->grid.rank, t->grid.world);
     if (t->cfg->run.replica_check_every > 0) replicas_check(&t->replicas, &t->zero, t->step); // at stage 0; the others' copies are older than the masters now
     TrainingState state = trainer_state(t);
     CheckpointTensors tensors = trainer_tensors(t);
-    SaveResult r = checkpoint_save(t->store, &state, &tensors, t->cfg->checkpoint.keep_n_most_recent, t->cfg->checkpoint.num_checkpoints_to_keep);
-    metrics_log(&t->metrics, "{\"event\":\"checkpoint\",\"at_step\":%" PRId64 ",\"durable\":%s,\"bytes\":%" PRId64 ",\"seconds\":%.4f}", t->step, r.durable ? "true" : "false", r.bytes, r.seconds);
-    if (r.durable && t->grid.rank == 0) printf("step %6" PRId64 "/%" PRId64 "         | saved %s: %.1f MB in %.2f s\n", t->step, t->cfg->run.steps, r.name, (double)r.bytes / 1e6, r.seconds);
-    if (!r.durable && r.not_a_number && (last_chance || t->store->failed_in_a_row >= 3))
-        die_told(EXIT_NUMERICS, "the checkpoint of step %" PRId64 " was not saved: %s; resume from the newest one that is there, with a lower learning rate or other data", t->step, r.why);
-    if (!r.durable && last_chance) die_told(EXIT_IO, "the last checkpoint, of step %" PRId64 ", could not be saved: %s; make room and resume from the checkpoint before it", t->step, r.why);
-    if (!r.durable && t->store->failed_in_a_row >= 3) die_told(EXIT_IO, "three checkpoints in a row could not be saved, the last one of step %" PRId64 ": %s; make room and resume from the newest one", t->step, r.why);
-    if (!r.durable) note("the checkpoint of step %" PRId64 " could not be saved: %s; earlier ones are intact, training goes on", t->step, r.why);
-    console_flush();
+    if (t->store->copy.memory && !last_chance) {
+        checkpoint_begin(t->store, &state, &tensors, c->keep_n_most_recent, c->num_checkpoints_to_keep);
+        if (checkpoint_saving(t->store)) return;
+    } else checkpoint_save(t->store, &state, &tensors, c->keep_n_most_recent, c->num_checkpoints_to_keep);
+    save_tell(t, &t->store->job.result, last_chance);
 }
 
 // What was loaded is the same on all ranks: the numbers, and the weights that every rank holds whole.

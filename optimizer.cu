@@ -232,6 +232,7 @@ enum {
     SUM_SQUARES,                  // of the gradients
     SUM_LOSS,                     // over the tokens of the update
     SUM_STOP, SUM_SAVE,           // ranks that were asked to stop, or to save: all agree on the same update
+    SUM_WRITTEN,                  // ranks that have done their part of the save that is on its way
     SUM_HASH, SUM_HASH_SQUARES,   // of the ranks' states: do all hold the same? (agree.h)
     SUM_COUNT,
 };
@@ -244,7 +245,14 @@ typedef struct {
     double loss_sum;    // over the tokens of the global batch
     bool skipped;
     bool stop, save;    // some rank was asked to
+    bool written;       // all ranks have done their part of a save in the background
 } OptimizerStats;
+
+// What a rank tells the others along with its sums.
+typedef struct {
+    bool stop, save;    // it was asked to
+    bool written;       // see SUM_WRITTEN
+} RankWishes;
 
 // What optimizer_init allocates in the backend's memory; the states of the rule are zero's.
 static int64_t optimizer_bytes(void) { return SUM_COUNT * (int64_t)sizeof(double) + (int64_t)sizeof(UpdateControl); }
@@ -272,7 +280,7 @@ static void optimizer_free(Optimizer *o) {
 
 // Enqueues the sums of the update over all ranks (each adds the squares of its own shards, its losses, its wishes, the
 // hash of its state), what follows from them, and copies of both for the host, which are there at o->decided.
-static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, bool stop, bool save) {
+static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, RankWishes wishes) {
     const int units = z->model->table.n_units;
     Tensor *shards = (Tensor *)host_alloc(sizeof(Tensor) * (size_t)units);
     int n = 0;
@@ -282,8 +290,9 @@ static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, bool
     }
     sum_squares_to_double(&o->sums[SUM_SQUARES], shards, n, false, z->stream);
     free(shards);
-    o->host_sums[SUM_STOP] = stop;
-    o->host_sums[SUM_SAVE] = save;
+    o->host_sums[SUM_STOP] = wishes.stop;
+    o->host_sums[SUM_SAVE] = wishes.save;
+    o->host_sums[SUM_WRITTEN] = wishes.written;
     o->host_sums[SUM_HASH] = agree_hash(state);
     o->host_sums[SUM_HASH_SQUARES] = o->host_sums[SUM_HASH] * o->host_sums[SUM_HASH];
     device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], (SUM_COUNT - SUM_STOP) * sizeof(double), COPY_TO_DEVICE, z->stream);
@@ -377,12 +386,13 @@ static void optimizer_apply_piece(void *context, const OffloadPiece *p, const Pi
 }
 
 // Applies the gradients in zero's shards. n_tokens: tokens of the global batch, whose losses the ranks' o->sums[SUM_LOSS] hold.
-// state: what this rank holds, and must not differ from the others'. stop, save: this rank was asked to.
-static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, const RankState *state, bool stop, bool save) {
+// state: what this rank holds, and must not differ from the others'.
+static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, const RankState *state, RankWishes wishes) {
     const Config *cfg = o->cfg;
     UpdateArgs a = {schedule_lr(cfg, o->applied_updates), {0, 0}, o->applied_updates, o->control, &cfg->optimizer, false};
     schedule_betas(cfg, o->applied_updates, a.betas);
-    optimizer_decide(o, z, state, stop, save);
+    optimizer_decide(o, z, state, wishes);
+    zero_update_waits(z);
     optimizer_apply(o, z, &a);
 
     event_sync(o->decided); // and the device still has the update to do
@@ -394,6 +404,7 @@ static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, co
     s.loss_sum = o->host_sums[SUM_LOSS];
     s.stop = o->host_sums[SUM_STOP] > 0;
     s.save = o->host_sums[SUM_SAVE] > 0;
+    s.written = o->host_sums[SUM_WRITTEN] == (double)g.size;
     s.loss_scale = o->scaler.scale;
     s.lr = a.lr;
     s.grad_norm = o->host_control->grad_norm;

@@ -9,7 +9,7 @@
 #include "plan_time.cu"
 
 // Does anything of the model lie in host memory?
-static bool plan_uses_host(const Config *cfg) { return cfg->zero.offload_optimizer.device || cfg->zero.offload_param.device || cfg->activation_checkpointing.cpu_checkpointing; }
+static bool plan_uses_host(const Config *cfg) { return cfg->zero.offload_optimizer.device || cfg->zero.offload_param.device || cfg->activation_checkpointing.cpu_checkpointing || cfg->checkpoint.decoupled; }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Memory

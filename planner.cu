@@ -34,6 +34,13 @@ static void resolve_model(Config *cfg) {
         die_alike(EXIT_CONFIG, "vocabulary_size = %" PRId64 ": the model's vocabulary has %" PRId64 " tokens; remove the key or make them equal", cfg->batch.vocabulary_size, m->vocab_size);
 }
 
+// Host memory for saves in the background: a copy, in fp32, of what the rank owns of masters and states.
+static int64_t plan_copy_bytes(const Config *cfg, const Model *m, const ZeroLayout *l) {
+    int64_t numel = 0;
+    for (int u = 0; u < m->table.n_units && cfg->checkpoint.decoupled && l->with_gradients; u++) numel += l->unit[u].shard_numel;
+    return numel * 4 * (1 + l->n_states);
+}
+
 // What device_malloc will have given to rank grid.rank at its peak. cfg and m are resolved; B: samples of a micro-batch;
 // with_backward: to train; one_host: all ranks are on one, and reach each other's memory. *host, unless null: what the rank will
 // have of host memory for what lies there.
@@ -44,7 +51,7 @@ static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid
     ZeroLayout zero = zero_layout(m, options, grid.zero_size, grid.zero_rank, optimizer_n_states(&cfg->optimizer), with_backward);
     ActLayout acts = acts_layout(cfg, m, pipeline_n_slots(), B, with_backward);
     MemoryUse use = zero.bytes;
-    if (host) *host = zero.host_bytes, host->bytes[MEMORY_ACTIVATIONS] += acts_host_bytes(&acts);
+    if (host) *host = zero.host_bytes, host->bytes[MEMORY_ACTIVATIONS] += acts_host_bytes(&acts), host->bytes[MEMORY_BUFFERS] += plan_copy_bytes(cfg, m, &zero);
     zero_layout_free(&zero);
     use.bytes[MEMORY_ACTIVATIONS] = acts_bytes(&acts);
     use.bytes[MEMORY_SCRATCH] = scratch_bytes(B, T, m->C, m->NH) + optimizer_bytes() + (int64_t)sizeof(double); // the last: Trainer.eval_sum

@@ -119,7 +119,8 @@ static StepStats train_step(Trainer *t) {
     zero_finish_grads(&t->zero);
     if (due(t->step, t->cfg->run.replica_check_every)) replicas_check(&t->replicas, &t->zero, t->step);
     RankState state = trainer_rank_state(t);
-    OptimizerStats o = optimizer_step(&t->opt, &t->zero, n_tokens, &state, stop_signal != 0, save_signal != 0);
+    RankWishes wishes = {stop_signal != 0, save_signal != 0, t->store && checkpoint_ready(t->store)};
+    OptimizerStats o = optimizer_step(&t->opt, &t->zero, n_tokens, &state, wishes);
     event_record(t->mark[t->pipe.n + 1], t->stream);
 
     StepStats s;
@@ -135,6 +136,7 @@ static StepStats train_step(Trainer *t) {
     s.skipped = o.skipped;
     t->stop = o.stop;
     t->save = o.save;
+    t->written = o.written;
     s.tokens = t->tokens;
     s.step_tokens = n_tokens;
     s.data_wait_ms = 1e3 * (t->train.wait_seconds - waited);
@@ -171,6 +173,7 @@ static void train(Trainer *t) {
         StepStats s = train_step(t);
         if (t->grid.rank == 0) metrics_step(&t->metrics, &s);
         log_checkpoint_times(t);
+        save_goes_on(t);
         note_stragglers();
         if (t->step == start_step + 1) tell_memory(t); // all that grows when it is first used has grown
 
@@ -188,6 +191,7 @@ static void train(Trainer *t) {
     if (stopped && t->grid.rank == 0) printf("signal %s: update %" PRId64 " is finished, saving\n", stop_signal ? strsignal(stop_signal) : "to another rank", t->step);
     if (!stopped && t->has_val && run->eval_every > 0) evaluate_and_log(t);
     if (saved_at != t->step) save(t, true);
+    save_finish(t); // or the one of this step, in the background
     tell_memory(t);
     if (t->grid.rank > 0) return;
 

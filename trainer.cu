@@ -56,6 +56,7 @@ typedef struct {
     double loss, grad_norm;  // of the last update of this process
     double config_digest;    // see RankState
     bool stop, save;         // some rank was asked to, as all ranks know since the last update
+    bool written;            // all ranks have done their part of the save in the background, likewise
 } Trainer;
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -299,6 +300,10 @@ static void trainer_gather(void *grid, const void *mine, int64_t bytes, void *al
     free(sum);
 }
 
+static void trainer_values_keep(void *zero, int row, int kind, int64_t first, int64_t n, void *kept) { zero_range_keep((Zero *)zero, row, (StateKind)kind, first, n, kept); }
+static void trainer_keep_end(void *zero) { zero_keep_end((Zero *)zero); }
+static void trainer_kept_get(void *zero, int row, int kind, int64_t n, const void *kept, int64_t from, int64_t count, float *values) { (void)row, zero_kept_get((Zero *)zero, (StateKind)kind, n, kept, from, count, values); }
+
 static CheckpointPeers trainer_peers(Trainer *t) {
     CheckpointPeers p = {t->grid.rank, t->grid.world, trainer_gather, &t->grid};
     return p;
@@ -317,6 +322,9 @@ static CheckpointTensors trainer_tensors(Trainer *t) {
     c.needed = trainer_needed;
     c.get = trainer_values_get;
     c.put = trainer_values_put;
+    c.keep = trainer_values_keep;
+    c.keep_end = trainer_keep_end;
+    c.kept_get = trainer_kept_get;
     if (!trainer_only_reads(t->cfg)) return c;
     c.n_kinds = 1; // no optimizer here: whatever trained the model, its weights are enough
     c.get = NULL;
@@ -368,7 +376,7 @@ static MemoryReport trainer_memory(const Trainer *t) {
     DeviceInfo d = device_info();
     MemoryReport r;
     for (int k = 0; k < MEMORY_KINDS; k++) r.planned[k] = (double)t->planned.bytes[k], r.host[k] = (double)t->planned_host.bytes[k];
-    r.host_total = (double)(t->zero.offload.bytes + acts_host_bytes(&t->acts.layout)); // it is allocated at once
+    r.host_total = (double)(t->zero.offload.bytes + acts_host_bytes(&t->acts.layout) + (t->store ? t->store->copy.bytes : 0)); // it is allocated at once
     r.planned_total = (double)memory_total(&t->planned);
     r.allocated = (double)device_allocated_bytes();
     r.peak = (double)device_peak_bytes();
@@ -464,7 +472,7 @@ static void trainer_print_start(const Trainer *t) {
                     bytes[MEMORY_WEIGHTS] / mib, bytes[MEMORY_MASTERS] / mib, bytes[MEMORY_GRADIENTS] / mib, bytes[MEMORY_OPTIMIZER_STATES] / mib, bytes[MEMORY_BUFFERS] / mib,
                     bytes[MEMORY_ACTIVATIONS] / mib, bytes[MEMORY_SCRATCH] / mib);
     if (memory.host_total > 0) {
-        bool pinned = (t->zero.offload.bytes == 0 || t->zero.offload.pinned) && (!t->acts.slot[0].host || t->acts.slot[0].host_pinned);
+        bool pinned = (t->zero.offload.bytes == 0 || t->zero.offload.pinned) && (!t->acts.slot[0].host || t->acts.slot[0].host_pinned) && (!t->store || !t->store->copy.memory || t->store->copy.pinned);
         char updates[64] = "";
         if (t->zero.offload.bytes > 0) snprintf(updates, sizeof updates, "; the CPU updates by %d threads", offload_threads());
         print_table_row("host (MiB)", "%.1f a rank%s: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, activations %.1f, buffers %.1f%s", memory.host_total / mib, pinned ? ", pinned" : "",
@@ -513,31 +521,66 @@ static void memory_must_fit(const Trainer *t) {
 // Of a unit: forward; backward of the first micro-batch of an update and of the others; evaluation; the same in other buffers of a pool.
 enum { GRAPHS_PER_UNIT = 8 };
 
+// What the ranks of a host would take of its memory.
+typedef struct {
+    int ranks;              // of this rank's host
+    double each, together;  // bytes: of this rank, and of these
+    int64_t limit, available;
+    bool fits;              // on all hosts
+} HostMemory;
+
+// All ranks call it.
+static HostMemory host_memory_wanted(const Trainer *t) {
+    HostMemory h;
+    char name[64] = "";
+    const int world = t->grid.world, rank = t->grid.rank;
+    double *all = (double *)host_alloc(sizeof(double) * 2 * (size_t)world), lack;
+    memset(&h, 0, sizeof h);
+    h.each = (double)memory_total(&t->planned_host) + (KERNELS_ON_GPU ? 0 : (double)memory_total(&t->planned));
+    gethostname(name, sizeof name - 1);
+    all[2 * rank] = (double)(text_hash(name) >> 12);
+    all[2 * rank + 1] = h.each;
+    comm_host_all_reduce(all, 2 * world, COMM_SUM);
+    for (int r = 0; r < world; r++) if (all[2 * r] == all[2 * rank]) h.together += all[2 * r + 1], h.ranks++;
+    free(all);
+    host_memory_now(&h.limit, &h.available);
+    lack = h.together - (double)h.available;
+    comm_host_all_reduce(&lack, 1, COMM_MAX);
+    h.fits = lack <= 0;
+    return h;
+}
+
+// Saves in the background need room for a copy. Where some host has none, they are made between updates.
+static void copy_must_fit(Trainer *t) {
+    const double gib = 1024.0 * 1024 * 1024;
+    int64_t without;
+    if (!t->cfg->checkpoint.decoupled) return;
+    HostMemory h = host_memory_wanted(t);
+    if (h.fits) return;
+    t->cfg->checkpoint.decoupled = false;
+    MemoryUse rest;
+    plan_memory(t->cfg, &t->model, t->grid, t->groups.reduce.direct, 1, true, &rest);
+    without = rest.bytes[MEMORY_BUFFERS];
+    if (t->grid.rank == 0)
+        note("checkpoint.writer.decoupled = true: the copies that it writes from take %.2f GiB of host memory a rank, and of the %.2f GiB that a host has available %d rank%s already need%s %.2f; training waits for its checkpoints instead",
+             (double)(t->planned_host.bytes[MEMORY_BUFFERS] - without) / gib, (double)h.available / gib, h.ranks, h.ranks == 1 ? "" : "s", h.ranks == 1 ? "s" : "",
+             (h.together - (double)h.ranks * (double)(t->planned_host.bytes[MEMORY_BUFFERS] - without)) / gib);
+    t->planned_host.bytes[MEMORY_BUFFERS] = without;
+}
+
 // Refuses, before any of it is touched, what the ranks of some host would offload beyond that host's memory: the kernel lets a
 // process have pages that are not there, and ends it when it uses them.
 static void host_memory_must_fit(const Trainer *t) {
     const double gib = 1024.0 * 1024 * 1024;
-    int64_t limit, available;
-    char name[64] = "", kinds[256];
-    int world = t->grid.world, here = 0;
-    double host = (double)memory_total(&t->planned_host) + (KERNELS_ON_GPU ? 0 : (double)memory_total(&t->planned)), together = 0;
-    double *all = (double *)host_alloc(sizeof(double) * 2 * (size_t)world), asked = (double)memory_total(&t->planned_host);
+    char kinds[256];
+    double asked = (double)memory_total(&t->planned_host);
     comm_host_all_reduce(&asked, 1, COMM_MAX);
-    if (asked > 0) {
-        gethostname(name, sizeof name - 1);
-        all[2 * t->grid.rank] = (double)(text_hash(name) >> 12);
-        all[2 * t->grid.rank + 1] = host;
-        comm_host_all_reduce(all, 2 * world, COMM_SUM);
-        for (int r = 0; r < world; r++) if (all[2 * r] == all[2 * t->grid.rank]) together += all[2 * r + 1], here++;
-        host_memory_now(&limit, &available);
-        double lack = together - (double)available, most = lack;
-        comm_host_all_reduce(&most, 1, COMM_MAX);
-        if (most > 0)
-            die_alike(EXIT_CONFIG, "out of host memory: %d rank%s of a host need%s %.2f GiB together (each %.2f: %s%s), and %.2f of %.2f are available (the least of machine and container); "
-                      "lower zero_optimization.offload_optimizer.ratio or activation_checkpointing.number_checkpoints, take data_types.grad_accum_dtype = bf16, or more hosts; --plan shows what that brings", here, here == 1 ? "" : "s", here == 1 ? "s" : "", together / gib, host / gib,
-                      plan_host_text(kinds, sizeof kinds, &t->planned_host), KERNELS_ON_GPU ? "" : ", and what the device would hold", (double)available / gib, (double)limit / gib);
-    }
-    free(all);
+    if (asked == 0) return;
+    HostMemory h = host_memory_wanted(t);
+    if (!h.fits)
+        die_alike(EXIT_CONFIG, "out of host memory: %d rank%s of a host need%s %.2f GiB together (each %.2f: %s%s), and %.2f of %.2f are available (the least of machine and container); "
+                  "lower zero_optimization.offload_optimizer.ratio or activation_checkpointing.number_checkpoints, take data_types.grad_accum_dtype = bf16, or more hosts; --plan shows what that brings", h.ranks, h.ranks == 1 ? "" : "s", h.ranks == 1 ? "s" : "", h.together / gib, h.each / gib,
+                  plan_host_text(kinds, sizeof kinds, &t->planned_host), KERNELS_ON_GPU ? "" : ", and what the device would hold", (double)h.available / gib, (double)h.limit / gib);
 }
 
 // Everything but data and files: what a test needs, too. cfg is resolved. with_backward false: for sampling and export.
@@ -558,6 +601,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     pipeline_init(&t->pipe, cfg->parallel.pipeline_schedule, 1, 1, 0, (int)cfg->batch.gradient_accumulation_steps, &whole);
     t->planned = plan_memory(cfg, &t->model, grid, t->groups.reduce.direct, B, with_backward, &t->planned_host);
     memory_must_fit(t);
+    copy_must_fit(t);
     host_memory_must_fit(t);
     zero_init(&t->zero, &t->model, zero_options(&cfg->zero), &t->groups, optimizer_n_states(&cfg->optimizer), with_backward);
     acts_init(&t->acts, acts_layout(cfg, &t->model, t->pipe.n_slots[0], B, with_backward), cfg->activation_checkpointing.profile, cfg->activation_checkpointing.synchronize_checkpoint_boundary);
@@ -588,6 +632,7 @@ static void trainer_open_files(Trainer *t) {
     if (t->grid.rank == 0) make_folders(cfg->run.output_dir, "train_gpt.run.output_dir");
     t->store = checkpoint_open(&peers, trainer_save_dir(cfg, room, sizeof room), false);
     CheckpointTensors tensors = trainer_tensors(t);
+    if (cfg->checkpoint.decoupled) checkpoint_copy_alloc(t->store, &tensors);
     checkpoint_space_note(t->store, &tensors, cfg->checkpoint.num_checkpoints_to_keep);
     if (t->grid.rank > 0) return;
     metrics_init(&t->metrics, cfg->run.output_dir, cfg->run.steps, cfg->steps_per_print, t->grid.world,

@@ -235,6 +235,8 @@ typedef struct {
     ProcessGrid grid;
     const Model *model;
     Stream stream, gather_stream, reduce_stream;
+    Stream keep_stream;    // of copies for checkpoints
+    bool keeping;          // some may be under way
     Event computed;        // orders one stream behind another: recorded, and at once waited for, so it may be used again
     int n_states;
     UnitState *unit;       // by unit
@@ -529,6 +531,7 @@ static void zero_init(Zero *z, const Model *m, ZeroOptions opt, const GridGroups
     // Urgent, or the blocks of a large product would take every free place before those of a collective.
     z->gather_stream = opt.overlap_comm ? stream_create_urgent() : m->stream;
     z->reduce_stream = opt.overlap_comm ? stream_create_urgent() : m->stream;
+    z->keep_stream = stream_create();
     z->computed = event_create();
     z->layout = zero_layout(m, opt, gather_group.size, gather_group.rank, n_states, with_gradients);
     z->n_states = z->layout.n_states;
@@ -546,6 +549,7 @@ static void zero_free(Zero *z) {
     stream_sync(z->stream);
     stream_sync(z->gather_stream);
     stream_sync(z->reduce_stream);
+    stream_destroy(z->keep_stream);
     offload_free(&z->offload);
     for (int u = 0; u < z->model->table.n_units; u++) {
         UnitState *s = &z->unit[u];
@@ -1137,7 +1141,62 @@ static void zero_range_read(Zero *z, int row, StateKind kind, int64_t first, int
     zero_read_own(z, part + at, zero_on_host(z, s, kind), n * 4, values);
 }
 
-// The mirror. Writing masters also rounds them into the weights; when all are written, zero_weights_changed makes it known.
+// Saves in the background copy instead of reading: bytes leave on a stream of their own, behind the update before and beside the next
+// one, up to the point where that changes them (zero_update_waits). What lies in host memory, where the CPU may update it at any
+// time from then on, is copied at once.
+
+static void zero_keep_own(Zero *z, const void *part, bool on_host, int64_t bytes, void *kept) {
+    if (!on_host) { device_copy(kept, part, bytes, COPY_TO_HOST, z->keep_stream); return; }
+    const int64_t piece = 1 << 20;
+    stream_sync(z->stream); // weights that the device has updated may still be on their way
+#pragma omp parallel for schedule(static)
+    for (int64_t at = 0; at < bytes; at += piece) memcpy((char *)kept + at, (const char *)part + at, (size_t)min_i64(piece, bytes - at));
+}
+
+// Begins to copy what zero_kept_get makes elements [first, first + n) of this rank's part of a row's masters or states from: 4 n bytes.
+static void zero_range_keep(Zero *z, int row, StateKind kind, int64_t first, int64_t n, void *kept) {
+    const ParamDesc *r = &z->model->table.row[row];
+    const UnitState *s = &z->unit[r->unit];
+    int64_t at = r->offset + first - s->update_first;
+    CHECK(r->numel > 0 && kind != STATE_GRAD && at >= 0 && at + n <= s->update_numel, "row %s, state %d, %" PRId64 " elements from %" PRId64, r->name, (int)kind, n, first);
+    zero_await_update(z, r->unit);
+    offload_open_unit(&z->offload, r->unit, false);
+    if (!z->keeping) {
+        event_record(z->computed, z->stream);
+        stream_wait_event(z->keep_stream, z->computed);
+        z->keeping = true;
+    }
+    if (kind == STATE_MASTER && master_dtype(z->model) == DTYPE_REMAINDER) {
+        zero_keep_own(z, (uint16_t *)zero_updated_param(z, s) + at, s->param_on_host, n * 2, kept);
+        zero_keep_own(z, (uint16_t *)s->master + at, s->update_on_host, n * 2, (uint16_t *)kept + n);
+        return;
+    }
+    const float *part = kind == STATE_MASTER ? (const float *)s->master : s->state[kind - STATE_OPTIMIZER_0];
+    CHECK(part, "state %d is not there", (int)kind);
+    zero_keep_own(z, part + at, zero_on_host(z, s, kind), n * 4, kept);
+}
+
+// An update is about to change what may still be copied.
+static void zero_update_waits(Zero *z) {
+    if (!z->keeping) return;
+    event_record(z->computed, z->keep_stream);
+    stream_wait_event(z->stream, z->computed);
+}
+
+// The host waits for the copies.
+static void zero_keep_end(Zero *z) {
+    stream_sync(z->keep_stream);
+    z->keeping = false;
+}
+
+// `count` of the n values that were copied, from `from` on. Any thread.
+static void zero_kept_get(const Zero *z, StateKind kind, int64_t n, const void *kept, int64_t from, int64_t count, float *values) {
+    const uint16_t *weight = (const uint16_t *)kept + from, *remainder = weight + n;
+    if (kind != STATE_MASTER || master_dtype(z->model) != DTYPE_REMAINDER) memcpy(values, (const float *)kept + from, (size_t)count * 4);
+    else for (int64_t i = 0; i < count; i++) values[i] = master_join(weight[i], remainder[i]);
+}
+
+// The mirror of zero_range_read. Writing masters also rounds them into the weights; when all are written, zero_weights_changed makes it known.
 static void zero_range_write(Zero *z, int row, StateKind kind, int64_t first, int64_t n, const float *values) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];

@@ -15,9 +15,13 @@
 // ---------------------------------------------------------------------------------------------------------------
 // A fake run
 
+enum { FAKE_KEEPS_MAX = 512 };
+
 typedef struct {
     ModelConfig model;
     ParamTable table;
+    struct { int row, kind; int64_t first, n; float *kept; } keeps[FAKE_KEEPS_MAX]; // ranges that are being copied
+    int n_keeps;
     int n_kinds;
     float **value[CHECKPOINT_KINDS_MAX]; // [kind][row], unpadded
     int puts;                            // calls of put
@@ -52,6 +56,25 @@ static void fake_put(void *ctx, int row, int kind, int64_t first, int64_t n, con
     FakeRun *f = (FakeRun *)ctx;
     fake_copy(f, row, first, n, f->value[kind][row], (float *)values, false);
     f->puts++;
+}
+
+// A copy that is complete at keep_end only.
+static void fake_keep(void *ctx, int row, int kind, int64_t first, int64_t n, void *kept) {
+    FakeRun *f = (FakeRun *)ctx;
+    CHECK(f->n_keeps < FAKE_KEEPS_MAX, "too many ranges to keep");
+    f->keeps[f->n_keeps++] = {row, kind, first, n, (float *)kept};
+}
+
+static void fake_keep_end(void *ctx) {
+    FakeRun *f = (FakeRun *)ctx;
+    for (int i = 0; i < f->n_keeps; i++) fake_get(f, f->keeps[i].row, f->keeps[i].kind, f->keeps[i].first, f->keeps[i].n, f->keeps[i].kept);
+    f->n_keeps = 0;
+}
+
+static void fake_kept_get(void *ctx, int row, int kind, int64_t n, const void *kept, int64_t from, int64_t count, float *values) {
+    (void)ctx; (void)row; (void)kind;
+    CHECK(from >= 0 && from + count <= n, "%" PRId64 " of %" PRId64 " values from %" PRId64, count, n, from);
+    memcpy(values, (const float *)kept + from, (size_t)count * 4);
 }
 
 // Rank r of N owns the r-th N-th of each row, counted from another rank for each: some ranges are empty, some rows are one rank's.
@@ -112,7 +135,7 @@ static FakeRun *fake_make_part(ModelConfig m, ModelPart part, int n_kinds, int64
         for (int row = 0; row < f->table.n_rows; row++) f->value[k][row] = (float *)host_alloc((size_t)param_numel(&f->table.row[row]) * 4);
     }
     CheckpointTensors t = {&f->table, &f->model, n_kinds, {fake_kind_names[0], fake_kind_names[1], fake_kind_names[2], fake_kind_names[3]},
-                           f, fake_owned, fake_needed, fake_get, fake_put};
+                           f, fake_owned, fake_needed, fake_get, fake_put, fake_keep, fake_keep_end, fake_kept_get};
     f->tensors = t;
     fake_fill(f, step);
     return f;

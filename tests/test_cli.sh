@@ -537,6 +537,45 @@ row_kill_and_resume() {
     equal "unfinished files left behind" "$(find out_dir -name '.*' -mindepth 1 -not -name '.lock' | wc -l)" 0
 }
 
+# Written in the background, checkpoints and curve are those of a run that waits for each of them; and so they are after kills.
+row_background_saves() {
+    local pid i tag
+    run_expect 0 -c config.json run.steps=60 run.checkpoint_every=7 run.output_dir=whole || return
+    curve whole/log.jsonl >whole.curve
+    run_expect 0 -c config.json run.steps=60 run.checkpoint_every=7 checkpoint.writer.decoupled=true || return
+    curve out_dir/log.jsonl >parts.curve
+    expect "saving changes nothing" cmp whole.curve parts.curve
+    for tag in step-00000007 step-00000056 step-00000060; do expect "$tag is the same" diff -r "whole/checkpoints/$tag" "out_dir/checkpoints/$tag"; done
+    equal "durable saves" "$(grep -c '"event":"checkpoint","at_step":[0-9]*,"durable":true,"bytes":[0-9]*,"seconds":[0-9.]*,"stall_ms":[0-9.]*,"write_mb_s":[0-9.]*}' out_dir/log.jsonl)" 9
+    prints 's of which training waited'
+    # one save after each update: they wait for each other
+    run_expect 0 -c config.json run.steps=12 run.checkpoint_every=1 checkpoint.async_save=true run.output_dir=often || return
+    equal "durable saves, one an update" "$(grep -c '"event":"checkpoint","at_step":[0-9]*,"durable":true' often/log.jsonl)" 12
+    says 'waits for that of step'
+    rm -rf out_dir
+    for i in 5 12 23 31 44; do
+        "$binary" -c config.json run.steps=60 run.checkpoint_every=2 checkpoint.writer.decoupled=true >out 2>err </dev/null &
+        pid=$!
+        started+=("$pid")
+        wait_for_steps out_dir/log.jsonl "$i" "$pid"
+        kill -9 "$pid" 2>/dev/null
+        wait "$pid" 2>/dev/null
+    done
+    # a signal: what is on its way is brought to its end, and the last save follows
+    "$binary" -c config.json run.steps=60 run.checkpoint_every=2 checkpoint.writer.decoupled=true >out 2>err </dev/null &
+    pid=$!
+    started+=("$pid")
+    wait_for_steps out_dir/log.jsonl 50 "$pid"
+    kill -TERM "$pid" 2>/dev/null
+    wait "$pid"
+    equal "exit code after SIGTERM" $? 0
+    run_expect 0 -c config.json run.steps=60 run.checkpoint_every=2 checkpoint.writer.decoupled=true || return
+    curve out_dir/log.jsonl >parts.curve
+    expect "curve after five kills and a signal: $(diff whole.curve parts.curve | head -n 3)" cmp whole.curve parts.curve
+    expect "weights after five kills and a signal" same_weights whole out_dir
+    equal "unfinished files left behind" "$(find out_dir -name '.*' -mindepth 1 -not -name '.lock' | wc -l)" 0
+}
+
 row_second_signal_leaves_at_once() {
     "$binary" -c config.json run.steps=100000 model.n_embd=256 >out 2>err </dev/null &
     local pid=$! start

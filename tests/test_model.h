@@ -911,7 +911,7 @@ static void test_infinite_gradient(Test *t) {
         float infinite = INFINITY;
         device_copy((float *)trainer->zero.unit[1].grad_shard + 3, &infinite, 4, COPY_TO_DEVICE, trainer->stream);
         RankState state = trainer_rank_state(trainer);
-        OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, s.step_tokens, &state, false, false);
+        OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, s.step_tokens, &state, {false, false, false});
         expect_true(t, o.skipped, "%s: an infinite gradient was applied", dtype_name((DType)dtype));
         float *after = trainer_states(trainer, &n);
         expect_same_bytes(t, "weights and states", after, before, n * 4);
@@ -933,7 +933,7 @@ static void test_zero_gradients(Test *t) {
     int64_t n;
     float *before = trainer_weights(trainer, &n);
     RankState state = trainer_rank_state(trainer);
-    OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, 1, &state, false, false);
+    OptimizerStats o = optimizer_step(&trainer->opt, &trainer->zero, 1, &state, {false, false, false});
     expect_near(t, "norm", o.grad_norm, 0, 0);
     expect_near(t, "clip factor", o.clip_factor, 1, 0);
     float *after = trainer_weights(trainer, &n), *at = after, *old = before;
@@ -1129,7 +1129,8 @@ static const TestRow trainer_tests[] = {
 // ---------------------------------------------------------------------------------------------------------------
 // resume: stopping and going on is the same, bit for bit, as not having stopped
 
-static void resume_row(Test *t, DType dtype, OptimizerType type, ScheduleType schedule) {
+// background: the checkpoint is written while training goes on, which must change neither.
+static void resume_row(Test *t, DType dtype, OptimizerType type, ScheduleType schedule, bool background) {
     Config *c = tiny_config();
     config_set_dtype(c, dtype);
     c->optimizer.type = type;
@@ -1148,10 +1149,16 @@ static void resume_row(Test *t, DType dtype, OptimizerType type, ScheduleType sc
     Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
     tiny_trainer(trainer, c);
     trainer->store = trainer_store(trainer, folder);
+    CheckpointTensors tensors = trainer_tensors(trainer);
+    if (background) checkpoint_copy_alloc(trainer->store, &tensors);
     for (int k = 0; k < END; k++) {
-        if (k == STOP) save(trainer, true);
+        if (k == STOP) save(trainer, !background);
+        expect_true(t, checkpoint_saving(trainer->store) == (background && k == STOP) || k > STOP, "update %d: a save is on its way", k);
         want[k] = train_step(trainer);
+        save_goes_on(trainer);
     }
+    save_finish(trainer);
+    expect_true(t, trainer->store->job.result.durable, "not durable: %s", trainer->store->job.result.why);
     int64_t n;
     float *want_weights = trainer_weights(trainer, &n);
     trainer_free(trainer);
@@ -1178,11 +1185,15 @@ static void resume_row(Test *t, DType dtype, OptimizerType type, ScheduleType sc
     free(c);
 }
 
-static void test_resume_fp32(Test *t) { resume_row(t, DTYPE_FP32, OPTIMIZER_ADAMW, SCHEDULE_COSINE); }
-static void test_resume_bf16(Test *t) { resume_row(t, DTYPE_BF16, OPTIMIZER_LION, SCHEDULE_CONSTANT); }
-static void test_resume_fp16(Test *t) { resume_row(t, DTYPE_FP16, OPTIMIZER_SGD, SCHEDULE_COSINE); }
-static void test_resume_fp16_adamw(Test *t) { resume_row(t, DTYPE_FP16, OPTIMIZER_ADAMW, SCHEDULE_COSINE); }
+static void test_resume_fp32(Test *t) { resume_row(t, DTYPE_FP32, OPTIMIZER_ADAMW, SCHEDULE_COSINE, false); }
+static void test_resume_bf16(Test *t) { resume_row(t, DTYPE_BF16, OPTIMIZER_LION, SCHEDULE_CONSTANT, false); }
+static void test_resume_fp16(Test *t) { resume_row(t, DTYPE_FP16, OPTIMIZER_SGD, SCHEDULE_COSINE, false); }
+static void test_resume_fp16_adamw(Test *t) { resume_row(t, DTYPE_FP16, OPTIMIZER_ADAMW, SCHEDULE_COSINE, false); }
+
+static void test_resume_background(Test *t) { resume_row(t, DTYPE_FP32, OPTIMIZER_ADAMW, SCHEDULE_COSINE, true); }
+static void test_resume_background_bf16(Test *t) { resume_row(t, DTYPE_BF16, OPTIMIZER_ADAMW, SCHEDULE_CONSTANT, true); }
 
 static const TestRow resume_tests[] = {
-    {"fp32 AdamW", test_resume_fp32}, {"bf16 Lion", test_resume_bf16}, {"fp16 SGD", test_resume_fp16}, {"fp16 AdamW", test_resume_fp16_adamw}, {NULL, NULL},
+    {"fp32 AdamW", test_resume_fp32}, {"bf16 Lion", test_resume_bf16}, {"fp16 SGD", test_resume_fp16}, {"fp16 AdamW", test_resume_fp16_adamw},
+    {"saved in the background", test_resume_background}, {"saved in the background, bf16", test_resume_background_bf16}, {NULL, NULL},
 };

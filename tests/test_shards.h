@@ -30,6 +30,7 @@ typedef struct ShardsRank {
     CkptFaults faults;
     bool ends;            // at the call that is struck, instead of an error
     const char *folder;   // as this rank sees it
+    bool background;      // saves so, and has other values before the writer begins
     int64_t steps[4];     // to save
     int n_steps;
     int64_t *acknowledged; // shared with the parent process: the last step that rank 0 knows to be durable
@@ -131,13 +132,33 @@ static void shards_fill(FakeRun *f, int64_t step) {
         }
 }
 
+// The run is spoilt as soon as the copy is made. The ranks find out together when all writers are done, as they do by the sums of updates;
+// saves of even steps are waited for instead.
+static SaveResult shards_save_background(ShardsRank *r, CheckpointStore *s) {
+    PeerWord word, *all = peers_words(&r->peers);
+    memset(&word, 0, sizeof word);
+    if (!s->copy.memory) checkpoint_copy_alloc(s, &r->run->tensors);
+    checkpoint_begin(s, &r->run->state, &r->run->tensors, 0, 1);
+    bool waits = r->run->state.step % 2 == 0;
+    checkpoint_copied(s);
+    for (int k = 0; k < r->run->n_kinds; k++) for (int row = 0; row < r->run->table.n_rows; row++) shards_spoil(r->run, k, row, 0, 0);
+    if (waits) checkpoint_finish(s);
+    for (bool over = waits || !checkpoint_saving(s); !over; ) {
+        word.good = checkpoint_ready(s);
+        if (peers_hear(&r->peers, &word, all) < 0) over = checkpoint_go_on(s);
+        else usleep(100);
+    }
+    free(all);
+    return s->job.result;
+}
+
 static void *shards_save_thread(void *arg) {
     ShardsRank *r = (ShardsRank *)arg;
     Io io = {shards_before, r};
     CheckpointStore *s = checkpoint_open_io(&r->peers, r->folder, false, &io);
     for (int i = 0; i < r->n_steps; i++) {
         shards_fill(r->run, r->steps[i]);
-        r->result = checkpoint_save(s, &r->run->state, &r->run->tensors, 0, 1);
+        r->result = r->background ? shards_save_background(r, s) : checkpoint_save(s, &r->run->state, &r->run->tensors, 0, 1);
         if (r->rank == 0 && r->result.durable && r->acknowledged) *r->acknowledged = r->steps[i];
     }
     checkpoint_close(s);
@@ -203,7 +224,7 @@ static void shards_expect_loaded(Test *t, const char *what, ShardsRank *rank, bo
 static void test_shards_round_trip(Test *t) {
     static const int worlds[] = {1, 2, 3, 5};
     CkptCaptured c;
-    for (int w = 0; w < 4; w++) {
+    for (int w = 0; w < 4; w++) { // the second time in the background
         CkptPath folder, again, path;
         ckpt_folder_fast(folder);
         ShardsRank *rank = shards_make(fake_model(1, 8, 5), 2, worlds[w], folder);
@@ -224,7 +245,7 @@ static void test_shards_round_trip(Test *t) {
                 shards_free(reader);
             }
         ckpt_folder_fast(again);
-        for (int r = 0; r < worlds[w]; r++) rank[r].folder = again;
+        for (int r = 0; r < worlds[w]; r++) rank[r].folder = again, rank[r].background = true;
         shards_save(rank, 1, 5, 0);
         for (int r = -1; r < worlds[w]; r++) {
             char name[64];
@@ -286,7 +307,7 @@ static void test_shards_fail_one_rank(Test *t) {
     CkptCaptured c;
     int64_t struck = 0;
     for (int victim = 0; victim < WORLD; victim++)
-        for (int e = 0; e < 2; e++) {
+        for (int e = 0; e < 4; e++) { // two errors, and in the background or not
             bool over = false;
             for (int64_t k = 1; !over; k++) {
                 CkptPath folder;
@@ -299,7 +320,8 @@ static void test_shards_fail_one_rank(Test *t) {
                 int64_t start = rank[victim].faults.calls; // what opening the store takes
                 for (int r = 0; r < WORLD; r++) rank[r].faults.calls = rank[r].faults.top_sync = 0;
                 rank[victim].faults.at = start + k;
-                rank[victim].faults.error = errors[e];
+                rank[victim].faults.error = errors[e % 2];
+                for (int r = 0; r < WORLD; r++) rank[r].background = e >= 2;
                 ckpt_capture_begin(&c);
                 shards_save(rank, 1, 2, 0);
                 ckpt_capture_end(&c);
@@ -309,7 +331,7 @@ static void test_shards_fail_one_rank(Test *t) {
                 for (int r = 0; r < WORLD; r++) {
                     const SaveResult *s = &rank[r].result;
                     expect_true(t, s->durable == over && !s->not_a_number, "call %" PRId64 " of rank %d, rank %d: durable %d", k, victim, r, s->durable);
-                    if (!over) expect_true(t, strncmp(s->why, who, strlen(who)) == 0 && strstr(s->why, strerror(errors[e])) && strstr(s->why, folder), "call %" PRId64 " of rank %d, rank %d: \"%s\"", k, victim, r, s->why);
+                    if (!over) expect_true(t, strncmp(s->why, who, strlen(who)) == 0 && strstr(s->why, strerror(errors[e % 2])) && strstr(s->why, folder), "call %" PRId64 " of rank %d, rank %d: \"%s\"", k, victim, r, s->why);
                     rank[r].faults.at = 0;
                 }
                 bool published = ckpt_exists(folder, "step-00000002"); // only the last fsync failed
@@ -323,7 +345,7 @@ static void test_shards_fail_one_rank(Test *t) {
                 ckpt_remove(folder);
             }
         }
-    expect_true(t, struck > 2 * (15 + 2 * 7), "only %" PRId64 " calls struck", struck);
+    expect_true(t, struck > 4 * (15 + 2 * 7), "only %" PRId64 " calls struck", struck);
 }
 
 typedef struct {
@@ -331,6 +353,7 @@ typedef struct {
     int64_t *acknowledged;
     int victim;
     int64_t at;
+    bool background;
 } ShardsKilled;
 
 static void shards_killed_run(void *arg) {
@@ -339,6 +362,7 @@ static void shards_killed_run(void *arg) {
     rank[0].acknowledged = k->acknowledged;
     rank[k->victim].ends = true;
     rank[k->victim].faults.at = k->at;
+    for (int r = 0; r < 2; r++) rank[r].background = k->background;
     shards_save(rank, 2, 1, 2);
 }
 
@@ -348,14 +372,16 @@ static void test_shards_stop_one_rank(Test *t) {
     CkptCaptured c;
     int64_t *acknowledged = (int64_t *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0), stops = 0;
     CHECK(acknowledged != MAP_FAILED, "mmap");
-    for (int victim = 0; victim < 2; victim++)
-        for (int64_t k = 1;; k++) {
+    for (int way = 0; way < 4; way++)
+        for (int64_t k = 1;; k += way < 2 ? 1 : 2) { // in the background the calls are the same
+            const int victim = way % 2;
             ShardsKilled killed;
             char text[DIES_TEXT_BYTES];
             memset(&killed, 0, sizeof killed);
             ckpt_folder_fast(killed.folder);
             killed.acknowledged = acknowledged;
             killed.victim = victim;
+            killed.background = way >= 2;
             killed.at = k;
             *acknowledged = 0;
             int code = run_in_child(shards_killed_run, &killed, text);
@@ -380,7 +406,7 @@ static void test_shards_stop_one_rank(Test *t) {
             stops += code == 7;
             if (code == -1) break;
         }
-    expect_true(t, stops > 60, "only %" PRId64 " stops", stops);
+    expect_true(t, stops > 90, "only %" PRId64 " stops", stops);
     munmap(acknowledged, 4096);
 }
 
@@ -391,11 +417,14 @@ static void test_shards_not_finite(Test *t) {
     ckpt_folder_fast(folder);
     ShardsRank *rank = shards_make(fake_model(1, 8, 5), 1, WORLD, folder);
     for (int r = 0; r < WORLD; r++) rank[r].run->poison_row = 0, rank[r].run->poison = NAN;
-    shards_save(rank, 1, 1, 0);
-    for (int r = 0; r < WORLD; r++) {
-        expect_true(t, !rank[r].result.durable && rank[r].result.not_a_number, "rank %d: durable %d, not_a_number %d", r, rank[r].result.durable, rank[r].result.not_a_number);
-        expect_contains(t, "why", rank[r].result.why, "rank 1 on host "); // it owns the middle of row 0
-        expect_contains(t, "why", rank[r].result.why, "shard-1.bin: master of tensor wte.weight is NaN at element 20");
+    for (int way = 0; way < 2; way++) {
+        for (int r = 0; r < WORLD; r++) rank[r].background = way;
+        shards_save(rank, 1, 1 + way, 0);
+        for (int r = 0; r < WORLD; r++) {
+            expect_true(t, !rank[r].result.durable && rank[r].result.not_a_number, "rank %d: durable %d, not_a_number %d", r, rank[r].result.durable, rank[r].result.not_a_number);
+            expect_contains(t, "why", rank[r].result.why, "rank 1 on host "); // it owns the middle of row 0
+            expect_contains(t, "why", rank[r].result.why, "shard-1.bin: master of tensor wte.weight is NaN at element 20");
+        }
     }
     shards_free(rank);
     ckpt_remove(folder);
@@ -533,7 +562,7 @@ static void test_shards_hosts_apart(Test *t) {
 }
 
 // Loss of power at any call of three saves by two ranks, one of them repeated; and writers that are worse, which must be noticed.
-static void test_shards_crash_model(Test *t) {
+static void shards_crash_model(Test *t, bool background) {
     enum { WORLD = 2 };
     static const Mutant mutants[] = {MUTANT_NONE, MUTANT_NO_SHARD_SYNC, MUTANT_NO_FOLDER_SYNC, MUTANT_PUBLISH_BEFORE_MANIFEST, MUTANT_NOT_WAITED};
     CkptPath folder;
@@ -545,6 +574,7 @@ static void test_shards_crash_model(Test *t) {
     ckpt_capture_begin(&c);
     shards_save(rank, 0, 0, 0);
     rank->job->log = log;
+    for (int r = 0; r < WORLD; r++) rank[r].background = background;
     static const int64_t steps[] = {1, 2, 2, 3};
     for (int i = 0; i < 4; i++) {
         int made = log->n, published = -1;
@@ -564,8 +594,11 @@ static void test_shards_crash_model(Test *t) {
     ckpt_remove(folder);
 }
 
+static void test_shards_crash_model(Test *t) { shards_crash_model(t, false); }
+static void test_shards_crash_background(Test *t) { shards_crash_model(t, true); }
+
 static const TestRow shards_tests[] = {
     {"round_trip", test_shards_round_trip}, {"bytes_read", test_shards_bytes_read}, {"fail_one_rank", test_shards_fail_one_rank},
     {"stop_one_rank", test_shards_stop_one_rank}, {"not_finite", test_shards_not_finite}, {"damage", test_shards_damage},
-    {"hosts_apart", test_shards_hosts_apart}, {"crash_model", test_shards_crash_model}, {NULL, NULL},
+    {"hosts_apart", test_shards_hosts_apart}, {"crash_model", test_shards_crash_model}, {"crash_background", test_shards_crash_background}, {NULL, NULL},
 };
