@@ -618,9 +618,6 @@ static void config_refuse_unbuilt(ConfigReader *r) {
         if (k->initial[0]) config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); set it to %s", k->text, k->initial);
         else config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); remove it", k->text);
     }
-    const char *param_device = ZERO_KEY("offload_param.device"); // one of its values is
-    if (c->zero.offload_param.device == OFFLOAD_NVME && !config_refused(c, param_device))
-        config_say_key(r, CONFIG_UNBUILT, param_device, "nvme is not built yet; set it to cpu or none");
 }
 
 // Works out what is open and checks what only several keys together can tell.

@@ -53,13 +53,25 @@
 // slower than memory, so its rate is the update's: 20 bytes a parameter of AdamW in bf16. offload_piece_begin and offload_piece_end are
 // the places of the worker that know; between updates whoever wants to see a unit's arrays opens it (offload_open_unit).
 //
+// The weights may live in a file of their own, too. What the CPU updates of them passes through the worker with the piece. What a pass
+// gathers comes by whole shards of units through other buffers (WeightBuffer), which the launching thread fills ahead of the gathers:
+//
+//     file     read 3 | read 4 | read 5 | ...           as far ahead of the cursor as there are buffers
+//     gather          | copy 3 | copy 4 | ...           from the buffer to the device, and the other ranks' shards with it
+//     compute                  |   3    |   4    | ...
+//
+// A buffer is filled anew only after the copy from it. That the launching thread waits for, so it is never ahead of the device by more
+// buffers than there are; the last that were copied are not among those to be filled, or the device would run out of work.
+//
 // Invariants:
 //  1. Between offload_update_begin and the return of offload_wait for a unit, its arrays belong to the worker: whoever reads
 //     or writes them, or the device's weights, waits first.
 //  2. Pieces are updated, and sent back, in the order of their list: what waits for a unit waits for all before it, too.
 //  3. The worker reads gradients and overwrites mirrors only after all copies of the update before have arrived.
-//  4. A range of the file is read only after the last write of it has ended: both go through the same buffer.
-//  5. An update is the same whoever makes it, element by element: where the arithmetic is the same (fp32, or the CPU backend) so are all bits.
+//  4. A range of a file is read only after the last write of it has ended. Pieces of the worker go through the same buffer both ways. Of
+//     weights in a file, a piece counts as updated when its write has ended, and whoever else writes them waits for that.
+//  5. What a WeightBuffer has of a unit is what its file has: where that changes, it is forgotten (weights_forget).
+//  6. An update is the same whoever makes it, element by element: where the arithmetic is the same (fp32, or the CPU backend) so are all bits.
 // Read next: zero.cu.
 #pragma once
 #include "model.cu"
@@ -71,6 +83,12 @@
 
 enum { OFFLOAD_STATES_MAX = 2 };
 
+// The files of a rank: masters and states, for updates; and weights, for every pass.
+typedef enum { FILE_UPDATE, FILE_WEIGHTS, OFFLOAD_FILES } FileKind;
+
+static const char *const file_holds[OFFLOAD_FILES] = {"optimizer states and masters", "weights"};
+static const char *const file_sections[OFFLOAD_FILES] = {"offload_optimizer", "offload_param"}; // of the configuration
+
 // What the host may hold of a unit.
 typedef enum { HOST_WEIGHT, HOST_MASTER, HOST_STATE_0, HOST_STATE_1, HOST_GRAD, HOST_ARRAYS } HostArray;
 
@@ -81,10 +99,16 @@ static const MemoryKind host_array_kinds[HOST_ARRAYS] = {MEMORY_WEIGHTS, MEMORY_
 // that each thread of a team has its millisecond of work.
 enum { OFFLOAD_PIECE_NUMEL = 4 << 20 };
 
+// Pieces in memory at once where only weights are filed.
+enum { OFFLOAD_BUFFERS = 4 };
+
+// The file that an array lies in, if it lies in one.
+static FileKind array_file(int array) { return array == HOST_WEIGHT ? FILE_WEIGHTS : FILE_UPDATE; }
+
 typedef struct {
     char *array[HOST_ARRAYS];  // of all elements of the unit that this rank updates; null: there is none. Filed ones: only while the unit is open
     int64_t element[HOST_ARRAYS]; // bytes of one
-    bool filed[HOST_ARRAYS];   // its home is the file
+    bool filed[HOST_ARRAYS];   // its home is a file
     int64_t numel;
     bool updates;              // by the CPU
     int first, end;            // its first piece, and the one after its last
@@ -92,12 +116,16 @@ typedef struct {
     Event returned;            // recorded on Offload.in behind the last of them
 } HostUnit;
 
+typedef struct {
+    int64_t offset, bytes;
+} FileRange;
+
 // Elements [from, from + numel) of what this rank updates of a unit.
 typedef struct {
     int unit;
     int64_t from, numel;
     bool decays;               // by weight decay: all of its elements, or none
-    int64_t file_offset, file_bytes; // of its filed arrays
+    FileRange range[OFFLOAD_FILES]; // of its filed arrays
 } OffloadPiece;
 
 // The arrays of a piece, each from its first element on.
@@ -108,35 +136,58 @@ typedef struct {
 // Updates a piece, in the worker's thread.
 typedef void (*OffloadUpdate)(void *context, const OffloadPiece *p, const PieceArrays *arrays);
 
-// How masters and states are kept in a file; zero_optimization.offload_optimizer and aio.
+// How arrays are kept in files; zero_optimization.offload_optimizer, offload_param and aio.
 typedef struct {
-    bool used;
-    const char *folder;
-    bool makes_folder;         // and the ones above it, if it is not there
-    int buffer_count;
+    bool used[OFFLOAD_FILES];
+    const char *folder[OFFLOAD_FILES];
+    bool makes_folder[OFFLOAD_FILES]; // and the ones above it, if it is not there
+    int buffer_count;          // of pieces
     bool pipeline_read, pipeline_write;
+    int weight_buffer_count;
+    int64_t weight_buffer_numel; // elements of one at most
+    int64_t weights_in_memory; // elements whose weights stay in host memory
     AioOptions aio;
-} OffloadFile;
+} OffloadFiling;
 
-// The filed arrays of a piece, in memory.
+// Host memory that files take beside the disk: what their largest parts need, bytes.
+typedef struct {
+    int64_t piece;             // the filed arrays of a piece
+    int64_t view;              // those of a unit
+    int64_t weights;           // the weights of a unit, its pieces at multiples of AIO_ALIGN
+    int64_t weights_numel;     // their elements
+} FileRoom;
+
+// The filed arrays of a piece, in memory: what the one file has of it, and behind that what the other has.
+typedef struct {
+    char *data;
+    AioTransfer transfer[OFFLOAD_FILES]; // its reads, or its writes
+} PieceBuffer;
+
+// The weights of a unit on their way from a file to the device, or back: as they lie in the file.
 typedef struct {
     char *data;
     AioTransfer transfer;      // its read, or its write
-} PieceBuffer;
+    int unit;                  // whose they are, or will be when the transfer has ended; -1: nobody's
+    bool ahead;                // nobody has asked for them yet
+    bool changed;              // by a copy from the device, and not written yet
+    Event copied;              // behind the last copy from or to it
+} WeightBuffer;
 
 typedef struct {
     int n_units;
     HostUnit *unit;            // by unit
-    OffloadFile filing;
-    AioFile file;
+    OffloadFiling filing;
+    int64_t piece_numel;       // elements of a piece at most
+    AioFile file[OFFLOAD_FILES];
     Aio *aio;                  // null: nothing is filed
+    FileRoom room;             // of buffers and view
     PieceBuffer *buffer;       // (filing.buffer_count)
-    int64_t buffer_bytes;      // of each
     int reads;                 // pieces of this update whose read has begun
-    char *view;                // (view_bytes) the filed arrays of the unit that is open
-    int64_t view_bytes;
+    char *view;                // the filed arrays of the unit that is open
     int viewed;                // it; -1: none
     bool view_written;         // it is to be written back
+    int n_weights, next_weights; // buffers, 0 if no weights are filed; the one that is filled next
+    WeightBuffer *weights;
     char *region;              // all arrays of all units
     int64_t bytes;             // of it
     bool pinned;
@@ -144,6 +195,7 @@ typedef struct {
     Event ordered;             // orders `out` behind another stream: recorded, and at once waited for
     OffloadPiece *piece;
     int n_pieces;
+    int first_updated;         // the first that the CPU updates; those before it are of units in a file
     int sent;                  // pieces whose weights are on their way back; n_pieces between updates
     OffloadUpdate update;
     void *context;
@@ -151,20 +203,20 @@ typedef struct {
     pthread_t worker;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    int done;                  // pieces that are updated; n_pieces: nothing to do
+    int done;                  // pieces that are updated, and where their weights are filed, written; n_pieces: nothing to do
     bool ends;
 } Offload;
 
 // ---------------------------------------------------------------------------------------------------------------
-// The file. It belongs to the worker while that updates, else to the launching thread.
+// The files. Pieces and their buffers belong to the worker while that updates, else to the launching thread.
 
 // Arrays begin at multiples of this, for the sake of vectors.
 static int64_t filed_bytes(int64_t numel, int64_t element) { return round_up(numel * element, 64); }
 
-// Bytes of what a file holds of `numel` elements in a row, when its elements are so large.
-static int64_t filed_total(int64_t numel, const int64_t element[HOST_ARRAYS]) {
+// Bytes of what a file holds of `numel` elements in a row. filed: bytes of an element.
+static int64_t filed_total(int64_t numel, const int64_t filed[HOST_ARRAYS], FileKind file) {
     int64_t bytes = 0;
-    for (int k = 0; k < HOST_ARRAYS; k++) bytes += filed_bytes(numel, element[k]);
+    for (int k = 0; k < HOST_ARRAYS; k++) if (array_file(k) == file) bytes += filed_bytes(numel, filed[k]);
     return round_up(bytes, AIO_ALIGN);
 }
 
@@ -172,43 +224,77 @@ static int64_t offload_piece_numel(int64_t sub_group_size) {
     return sub_group_size > 0 ? min_i64(sub_group_size, OFFLOAD_PIECE_NUMEL) : (int64_t)OFFLOAD_PIECE_NUMEL;
 }
 
-// Host memory that a file takes beside the disk: its buffers, and room to look at the largest unit. element: bytes of one in the file.
-static int64_t offload_file_memory(const OffloadFile *f, int64_t largest_numel, int64_t sub_group_size, const int64_t element[HOST_ARRAYS]) {
-    return f->buffer_count * filed_total(min_i64(largest_numel, offload_piece_numel(sub_group_size)), element) + filed_total(largest_numel, element);
+// A unit of `numel` elements is to find room as well.
+static void file_room_add(FileRoom *r, int64_t numel, int64_t piece_numel, const int64_t filed[HOST_ARRAYS]) {
+    int64_t piece = min_i64(numel, piece_numel);
+    r->piece = max_i64(r->piece, filed_total(piece, filed, FILE_UPDATE) + filed_total(piece, filed, FILE_WEIGHTS));
+    r->view = max_i64(r->view, filed_total(numel, filed, FILE_UPDATE) + filed_total(numel, filed, FILE_WEIGHTS));
+    if (filed[HOST_WEIGHT] == 0) return;
+    int64_t pieces = ceil_div(numel, piece_numel) + 1; // the border of decay may make one more
+    r->weights = max_i64(r->weights, round_up(numel * filed[HOST_WEIGHT], AIO_ALIGN) + pieces * AIO_ALIGN);
+    r->weights_numel = max_i64(r->weights_numel, numel);
+}
+static int64_t file_room_bytes(const FileRoom *r, const OffloadFiling *f) { return f->buffer_count * r->piece + r->view + f->weight_buffer_count * r->weights; }
+
+// Waits for a transfer's end. What fails is lost with the run; checkpoints are elsewhere.
+static void transfer_wait(Offload *o, AioTransfer *t, FileKind file) {
+    char why[AIO_WHY];
+    if (!aio_wait(o->aio, t, why))
+        die(EXIT_IO, "%s; the run ends, and its last checkpoint is as good as it was: look at that disk, or name another folder by zero_optimization.%s.nvme_path", why, file_sections[file]);
 }
 
 static PieceBuffer *piece_buffer(Offload *o, int piece) { return &o->buffer[piece % o->filing.buffer_count]; }
 
-// Waits until a buffer's last transfer has ended. What fails is lost with the run; checkpoints are elsewhere.
+// Waits until a buffer's last transfers have ended.
 static void buffer_wait(Offload *o, PieceBuffer *b) {
-    char why[AIO_WHY];
-    if (!aio_wait(o->aio, &b->transfer, why))
-        die(EXIT_IO, "%s; the run ends, and its last checkpoint is as good as it was: look at that disk, or name another folder by zero_optimization.offload_optimizer.nvme_path", why);
+    for (int f = 0; f < OFFLOAD_FILES; f++) transfer_wait(o, &b->transfer[f], (FileKind)f);
 }
+
+// Where in its buffer lies what a file has of a piece.
+static char *piece_part(Offload *o, int i, int file) { return piece_buffer(o, i)->data + (file == FILE_UPDATE ? 0 : o->piece[i].range[FILE_UPDATE].bytes); }
+
 static void piece_read(Offload *o, int i) {
     PieceBuffer *b = piece_buffer(o, i);
+    const FileRange *r = o->piece[i].range;
     buffer_wait(o, b);
-    aio_read(o->aio, &b->transfer, &o->file, b->data, o->piece[i].file_offset, o->piece[i].file_bytes);
+    for (int f = 0; f < OFFLOAD_FILES; f++) if (r[f].bytes > 0) aio_read(o->aio, &b->transfer[f], &o->file[f], piece_part(o, i, f), r[f].offset, r[f].bytes);
 }
 static void piece_write(Offload *o, int i) {
     PieceBuffer *b = piece_buffer(o, i);
-    aio_write(o->aio, &b->transfer, &o->file, b->data, o->piece[i].file_offset, o->piece[i].file_bytes);
+    const FileRange *r = o->piece[i].range;
+    for (int f = 0; f < OFFLOAD_FILES; f++) if (r[f].bytes > 0) aio_write(o->aio, &b->transfer[f], &o->file[f], piece_part(o, i, f), r[f].offset, r[f].bytes);
+}
+
+// The arrays of a piece; filed ones in its buffer.
+static PieceArrays piece_arrays(Offload *o, int i) {
+    const OffloadPiece *p = &o->piece[i];
+    const HostUnit *u = &o->unit[p->unit];
+    char *filed[OFFLOAD_FILES] = {};
+    for (int f = 0; f < OFFLOAD_FILES && o->aio; f++) filed[f] = piece_part(o, i, f);
+    PieceArrays a;
+    memset(&a, 0, sizeof a);
+    for (int k = 0; k < HOST_ARRAYS; k++) {
+        FileKind f = array_file(k);
+        if (u->filed[k]) a.at[k] = filed[f], filed[f] += filed_bytes(p->numel, u->element[k]);
+        else if (u->array[k]) a.at[k] = u->array[k] + p->from * u->element[k];
+    }
+    if (u->array[HOST_MASTER] == u->array[HOST_WEIGHT]) a.at[HOST_MASTER] = a.at[HOST_WEIGHT]; // in fp32
+    return a;
 }
 
 // Copies the filed arrays of a piece from its buffer to the view, or back.
 static void piece_view(Offload *o, int i, bool to_buffer) {
     const OffloadPiece *p = &o->piece[i];
     const HostUnit *u = &o->unit[p->unit];
-    char *at = piece_buffer(o, i)->data;
+    PieceArrays a = piece_arrays(o, i);
     for (int k = 0; k < HOST_ARRAYS; k++) {
         if (!u->filed[k]) continue;
         char *seen = u->array[k] + p->from * u->element[k];
-        memcpy(to_buffer ? at : seen, to_buffer ? seen : at, (size_t)(p->numel * u->element[k]));
-        at += filed_bytes(p->numel, u->element[k]);
+        memcpy(to_buffer ? a.at[k] : seen, to_buffer ? seen : a.at[k], (size_t)(p->numel * u->element[k]));
     }
 }
 
-// What was written into the open unit goes to the file; no unit is open.
+// What was written into the open unit is in the files; no unit is open.
 static void offload_close_unit(Offload *o) {
     if (o->viewed < 0) return;
     const HostUnit *u = &o->unit[o->viewed];
@@ -217,18 +303,44 @@ static void offload_close_unit(Offload *o) {
         piece_view(o, i, true);
         piece_write(o, i);
     }
+    for (int i = 0; i < o->filing.buffer_count; i++) buffer_wait(o, &o->buffer[i]);
     o->viewed = -1;
     o->view_written = false;
 }
 
+// The unit's weights lie in the file.
+static FileRange weights_range(const Offload *o, int unit) {
+    const FileRange *first = &o->piece[o->unit[unit].first].range[FILE_WEIGHTS], *last = &o->piece[o->unit[unit].end - 1].range[FILE_WEIGHTS];
+    FileRange r = {first->offset, last->offset + last->bytes - first->offset};
+    return r;
+}
+
+// Copies from and to a buffer have been made, and what they have changed is on its way to the file.
+static void weights_settle(Offload *o, WeightBuffer *b) {
+    event_sync(b->copied);
+    if (!b->changed) return;
+    FileRange r = weights_range(o, b->unit);
+    aio_write(o->aio, &b->transfer, &o->file[FILE_WEIGHTS], b->data, r.offset, r.bytes);
+    b->changed = false;
+}
+
 static void offload_wait(Offload *o, int unit);
 
-// Between updates, for whose end it waits: the filed arrays of a unit are where HostUnit.array says, until another is opened or the next update begins.
-// writes: they will be changed.
+// Between updates, for whose end it waits: the filed arrays of a unit are where HostUnit.array says, until another is opened, the next update begins or
+// weights come from the file. writes: they will be changed.
 static void offload_open_unit(Offload *o, int unit, bool writes) {
     const HostUnit *u = &o->unit[unit];
-    if (!o->aio || !u->updates) return;
+    bool filed = false;
+    for (int k = 0; k < HOST_ARRAYS; k++) filed |= u->filed[k];
+    if (!filed) return;
     offload_wait(o, -1); // the worker may be at later units, and the buffers are its own
+    for (int i = 0; i < o->n_weights; i++) {
+        WeightBuffer *b = &o->weights[i];
+        if (b->unit != unit) continue;
+        weights_settle(o, b);
+        transfer_wait(o, &b->transfer, FILE_WEIGHTS);
+        if (writes) b->unit = -1; // invariant 5
+    }
     if (o->viewed != unit) {
         offload_close_unit(o);
         int n = o->filing.buffer_count;
@@ -248,10 +360,10 @@ static void offload_open_unit(Offload *o, int unit, bool writes) {
 // ---------------------------------------------------------------------------------------------------------------
 // Setting up
 
-// Moves masters and states from the one table of bytes an element to the other: from memory to the file.
-static void host_elements_file(int64_t element[HOST_ARRAYS], int64_t filed[HOST_ARRAYS]) {
-    memset(filed, 0, sizeof(int64_t) * HOST_ARRAYS);
-    for (int k = HOST_MASTER; k <= HOST_STATE_1; k++) filed[k] = element[k], element[k] = 0;
+// Moves what a file is for from the one table of bytes an element to the other. Gradients stay in memory.
+static void host_elements_file(int64_t element[HOST_ARRAYS], int64_t filed[HOST_ARRAYS], FileKind file) {
+    for (int k = 0; k < HOST_GRAD; k++)
+        if (array_file(k) == file) filed[k] = element[k], element[k] = 0;
 }
 
 // Bytes of one element of each array of a unit in host memory: with the update here all of them, else the weight alone.
@@ -264,17 +376,19 @@ static void host_elements(int64_t element[HOST_ARRAYS], DType weight, int n_stat
     element[HOST_GRAD] = dtype_bytes(grad);
 }
 
-static void offload_init(Offload *o, int n_units, OffloadFile file) {
+// sub_group_size: elements of a piece at most, 0 for as many as are good.
+static void offload_init(Offload *o, int n_units, OffloadFiling filing, int64_t sub_group_size) {
     memset(o, 0, sizeof *o);
     o->n_units = n_units;
-    o->filing = file;
+    o->filing = filing;
+    o->piece_numel = offload_piece_numel(sub_group_size);
     o->viewed = -1;
-    o->file.fd = -1;
+    for (int f = 0; f < OFFLOAD_FILES; f++) o->file[f].fd = -1;
     o->unit = (HostUnit *)host_alloc(sizeof(HostUnit) * (size_t)n_units);
 }
 
 // Gives a unit room for `numel` elements. Units are added in the order in which a forward pass needs them. filed: bytes of an element
-// of what the file holds.
+// of what the files hold.
 static void offload_add_unit(Offload *o, int unit, int64_t numel, const int64_t element[HOST_ARRAYS], const int64_t filed[HOST_ARRAYS]) {
     HostUnit *u = &o->unit[unit];
     u->numel = numel;
@@ -284,6 +398,7 @@ static void offload_add_unit(Offload *o, int unit, int64_t numel, const int64_t 
         u->element[i] = element[i] + filed[i]; // one of them is 0
         o->bytes += numel * element[i];
     }
+    file_room_add(&o->room, numel, o->piece_numel, filed);
 }
 
 // Cuts a unit into pieces of one kind of decay each, of at most piece_numel elements. `border`: elements before it decay.
@@ -292,7 +407,7 @@ static int offload_cut(OffloadPiece *piece, int unit, int64_t numel, int64_t bor
     int n = 0;
     for (int64_t from = 0; from < numel; n++) {
         int64_t until = from < border ? border : numel, end = min_i64(until, from + piece_numel);
-        OffloadPiece p = {unit, from, end - from, from < border, 0, 0};
+        OffloadPiece p = {unit, from, end - from, from < border, {}};
         if (piece) piece[n] = p;
         from = end;
     }
@@ -301,80 +416,99 @@ static int offload_cut(OffloadPiece *piece, int unit, int64_t numel, int64_t bor
 
 static void *offload_work(void *offload);
 
-// Bytes of the pieces' arrays in the file, and where; then the file, its engine, and places in the region for buffers and view.
-static void offload_start_file(Offload *o, int64_t largest_numel, int64_t piece_numel, const int64_t element[HOST_ARRAYS], char *at) {
-    int64_t bytes = 0;
-    for (int i = 0; i < o->n_pieces; i++) {
-        OffloadPiece *p = &o->piece[i];
-        p->file_offset = bytes;
-        p->file_bytes = filed_total(p->numel, element);
-        bytes += p->file_bytes;
-    }
+// A file as long as the pieces' arrays in it. Where each lies there is known.
+static void offload_make_file(Offload *o, FileKind f, int64_t bytes) {
+    const char *folder = o->filing.folder[f];
     char why[AIO_WHY], path[4200];
-    for (size_t n = 1; o->filing.makes_folder && n < sizeof path; n++) { // "out", then "out/nvme"; what fails here fails below
-        snprintf(path, n + 1, "%s", o->filing.folder);
-        if (o->filing.folder[n] == '/' || !o->filing.folder[n]) mkdir(path, 0777);
-        if (!o->filing.folder[n]) break;
+    for (size_t n = 1; o->filing.makes_folder[f] && n < sizeof path; n++) { // "out", then "out/nvme"; what fails here fails below
+        snprintf(path, n + 1, "%s", folder);
+        if (folder[n] == '/' || !folder[n]) mkdir(path, 0777);
+        if (!folder[n]) break;
     }
-    if (!aio_open(&o->file, o->filing.folder, "optimizer states and masters", bytes, why))
-        die(errno == ENOSPC || errno == EDQUOT || errno == EIO ? EXIT_IO : EXIT_CANTCREAT, "%s; make room there, or name another folder by zero_optimization.offload_optimizer.nvme_path", why);
+    if (!aio_open(&o->file[f], folder, file_holds[f], bytes, why))
+        die(errno == ENOSPC || errno == EDQUOT || errno == EIO ? EXIT_IO : EXIT_CANTCREAT, "%s; make room there, or name another folder by zero_optimization.%s.nvme_path", why, file_sections[f]);
+}
+
+// The files and their engine. at: memory for buffers and view (FileRoom).
+static void offload_start_files(Offload *o, char *at) {
+    int64_t bytes[OFFLOAD_FILES] = {};
+    for (int i = 0; i < o->n_pieces; i++)
+        for (int f = 0; f < OFFLOAD_FILES; f++) {
+            const HostUnit *u = &o->unit[o->piece[i].unit];
+            int64_t filed[HOST_ARRAYS];
+            for (int k = 0; k < HOST_ARRAYS; k++) filed[k] = u->filed[k] ? u->element[k] : 0;
+            FileRange r = {bytes[f], filed_total(o->piece[i].numel, filed, (FileKind)f)};
+            o->piece[i].range[f] = r;
+            bytes[f] += r.bytes;
+        }
+    for (int f = 0; f < OFFLOAD_FILES; f++) if (bytes[f] > 0) offload_make_file(o, (FileKind)f, bytes[f]);
     o->aio = aio_create(&o->filing.aio);
     o->buffer = (PieceBuffer *)host_alloc(sizeof(PieceBuffer) * (size_t)o->filing.buffer_count);
-    o->buffer_bytes = filed_total(min_i64(largest_numel, piece_numel), element);
-    for (int i = 0; i < o->filing.buffer_count; i++, at += o->buffer_bytes) o->buffer[i].data = at;
-    o->view = at;
-    o->view_bytes = filed_total(largest_numel, element);
+    for (int i = 0; i < o->filing.buffer_count; i++, at += o->room.piece) o->buffer[i].data = at;
+    o->n_weights = o->room.weights > 0 ? o->filing.weight_buffer_count : 0;
+    o->weights = (WeightBuffer *)host_alloc(sizeof(WeightBuffer) * (size_t)max_i64(1, o->n_weights));
+    for (int i = 0; i < o->n_weights; i++, at += o->room.weights) {
+        o->weights[i].data = at;
+        o->weights[i].unit = -1;
+        o->weights[i].copied = event_create();
+        event_record(o->weights[i].copied, o->in);
+    }
     for (int i = 0; i < o->n_units; i++) { // wherever a unit is open, its arrays lie there
         HostUnit *u = &o->unit[i];
-        char *array = o->view;
+        char *array = at;
         for (int k = 0; k < HOST_ARRAYS; k++)
             if (u->filed[k]) u->array[k] = array, array += filed_bytes(u->numel, u->element[k]);
     }
 }
 
-// All units are added: makes the memory, and the worker if it has work. border: by unit, how many of its elements decay.
-// sub_group_size: elements of a piece at most, 0 for as many as are good. pin: wanted.
-static void offload_start(Offload *o, const int64_t *border, int64_t sub_group_size, bool pin) {
-    if (o->bytes == 0) return;
-    int64_t piece_numel = offload_piece_numel(sub_group_size), largest = 0, filed[HOST_ARRAYS] = {};
-    for (int i = 0; i < o->n_units; i++)
-        for (int k = 0; k < HOST_ARRAYS; k++) {
-            if (!o->unit[i].filed[k]) continue;
-            largest = max_i64(largest, o->unit[i].numel);
-            filed[k] = o->unit[i].element[k]; // the same for all units
+// Cuts all units into pieces. border: by unit, how many of its elements decay.
+static void offload_cut_units(Offload *o, const int64_t *border) {
+    for (int pass = 0; pass < 2; pass++) {
+        o->n_pieces = 0;
+        o->first_updated = -1;
+        for (int i = 0; i < o->n_units; i++) {
+            HostUnit *u = &o->unit[i];
+            u->first = o->n_pieces;
+            if (u->updates && o->first_updated < 0) o->first_updated = o->n_pieces;
+            if (u->updates || u->filed[HOST_WEIGHT]) o->n_pieces += offload_cut(pass ? o->piece + o->n_pieces : NULL, i, u->numel, border[i], o->piece_numel);
+            u->end = o->n_pieces;
+            CHECK(u->updates || u->first == u->end || o->first_updated < 0, "unit %d is updated on the device, and one before it is not", i);
         }
-    if (largest > 0) o->bytes += offload_file_memory(&o->filing, largest, sub_group_size, filed);
+        if (o->first_updated < 0) o->first_updated = o->n_pieces;
+        if (pass == 0) o->piece = (OffloadPiece *)host_alloc(sizeof(OffloadPiece) * (size_t)max_i64(1, o->n_pieces));
+    }
+    o->done = o->sent = o->n_pieces;
+}
+
+// All units are added: makes the memory, the files, and the worker if it has work. border: by unit, how many of its elements decay. pin: wanted.
+static void offload_start(Offload *o, const int64_t *border, bool pin) {
+    int64_t room = file_room_bytes(&o->room, &o->filing);
+    if (o->room.view > 0) o->bytes += room;
+    if (o->bytes == 0) return;
     o->pinned = pin;
     o->region = (char *)pinned_region_malloc(o->bytes, &o->pinned);
     if (pin && !o->pinned) note("%.2f GiB of host memory cannot be pinned (see ulimit -l): offload goes on without, and its copies hold up the device", (double)o->bytes / (1 << 30));
     o->out = stream_create();
     o->in = stream_create();
     o->ordered = event_create();
-    char *at = o->region + (largest > 0 ? offload_file_memory(&o->filing, largest, sub_group_size, filed) : 0); // which comes first, for its alignment
-    for (int pass = 0; pass < 2; pass++) {
-        o->n_pieces = 0;
-        for (int i = 0; i < o->n_units; i++) {
-            HostUnit *u = &o->unit[i];
-            u->first = o->n_pieces;
-            if (u->updates) o->n_pieces += offload_cut(pass ? o->piece + o->n_pieces : NULL, i, u->numel, border[i], piece_numel);
-            u->end = o->n_pieces;
-            if (pass == 0 || u->numel == 0) continue;
-            u->returned = event_create();
-            for (int k = 0; k < HOST_ARRAYS; k++) {
-                if (u->element[k] == 0 || u->filed[k]) continue;
-                u->array[k] = at;
-                at += u->numel * u->element[k];
-            }
-            if (u->element[HOST_MASTER] == 0) u->array[HOST_MASTER] = u->array[HOST_WEIGHT], u->element[HOST_MASTER] = u->element[HOST_WEIGHT];
+    offload_cut_units(o, border);
+    if (o->room.view > 0) offload_start_files(o, o->region); // first of all, for its alignment
+    char *at = o->region + (o->room.view > 0 ? room : 0);
+    for (int i = 0; i < o->n_units; i++) {
+        HostUnit *u = &o->unit[i];
+        if (u->numel == 0) continue;
+        u->returned = event_create();
+        for (int k = 0; k < HOST_ARRAYS; k++) {
+            if (u->element[k] == 0 || u->filed[k]) continue;
+            u->array[k] = at;
+            at += u->numel * u->element[k];
         }
-        if (pass == 0) o->piece = (OffloadPiece *)host_alloc(sizeof(OffloadPiece) * (size_t)max_i64(1, o->n_pieces));
+        if (u->element[HOST_MASTER] == 0) u->array[HOST_MASTER] = u->array[HOST_WEIGHT], u->element[HOST_MASTER] = u->element[HOST_WEIGHT];
     }
-    o->done = o->sent = o->n_pieces;
     if (o->n_pieces == 0) return;
-    if (largest > 0) offload_start_file(o, largest, piece_numel, filed, o->region);
     pthread_mutex_init(&o->lock, NULL);
     pthread_cond_init(&o->changed, NULL);
-    int error = thread_start(&o->worker, offload_work, o);
+    int error = pthread_create(&o->worker, NULL, offload_work, o);
     CHECK(error == 0, "no thread for the update on the CPU: %s", strerror(error));
 }
 
@@ -390,9 +524,15 @@ static void offload_free(Offload *o) {
     }
     if (o->aio) {
         for (int i = 0; i < o->filing.buffer_count; i++) buffer_wait(o, &o->buffer[i]);
+        for (int i = 0; i < o->n_weights; i++) {
+            weights_settle(o, &o->weights[i]);
+            transfer_wait(o, &o->weights[i].transfer, FILE_WEIGHTS);
+            event_destroy(o->weights[i].copied);
+        }
         aio_free(o->aio);
-        aio_close(&o->file);
+        for (int f = 0; f < OFFLOAD_FILES; f++) aio_close(&o->file[f]);
         free(o->buffer);
+        free(o->weights);
     }
     if (o->bytes > 0) {
         stream_sync(o->out);
@@ -413,22 +553,12 @@ static void offload_free(Offload *o) {
 // The arrays of a piece. Filed ones come from the file: with pipeline_read, so do as many pieces after this one as leave
 // a buffer for this one and one for the last, which is being written.
 static PieceArrays offload_piece_begin(Offload *o, int i) {
-    const OffloadPiece *p = &o->piece[i];
-    const HostUnit *u = &o->unit[p->unit];
-    char *filed = NULL;
     if (o->aio) {
         int until = (int)min_i64(o->n_pieces, i + 1 + (o->filing.pipeline_read ? o->filing.buffer_count - 2 : 0));
         for (; o->reads < until; o->reads++) piece_read(o, o->reads);
         buffer_wait(o, piece_buffer(o, i));
-        filed = piece_buffer(o, i)->data;
     }
-    PieceArrays a;
-    memset(&a, 0, sizeof a);
-    for (int k = 0; k < HOST_ARRAYS; k++) {
-        if (u->filed[k]) a.at[k] = filed, filed += filed_bytes(p->numel, u->element[k]);
-        else if (u->array[k]) a.at[k] = u->array[k] + p->from * u->element[k];
-    }
-    return a;
+    return piece_arrays(o, i);
 }
 
 static void offload_piece_end(Offload *o, int i) {
@@ -437,25 +567,34 @@ static void offload_piece_end(Offload *o, int i) {
     if (!o->filing.pipeline_write) buffer_wait(o, piece_buffer(o, i));
 }
 
+// Waits until the weights of the pieces from `from` to `until` are where a gather looks for them.
+static void offload_weights_written(Offload *o, int from, int until) {
+    for (int i = from; i < until && o->n_weights > 0; i++) transfer_wait(o, &piece_buffer(o, i)->transfer[FILE_WEIGHTS], FILE_WEIGHTS);
+}
+
 // Threads of the worker's team. One core stays with whoever launches.
 static int offload_threads(void) { return (int)max_i64(1, device_info().threads - 1); }
 
 static void *offload_work(void *offload) {
     Offload *o = (Offload *)offload;
+    int next = o->first_updated;
     omp_set_num_threads(offload_threads());
     pthread_mutex_lock(&o->lock);
     while (!o->ends) {
         if (o->done == o->n_pieces) {
+            next = o->first_updated;
             pthread_cond_wait(&o->changed, &o->lock);
             continue;
         }
-        int i = o->done;
+        int done = o->done;
         pthread_mutex_unlock(&o->lock);
-        PieceArrays arrays = offload_piece_begin(o, i);
-        o->update(o->context, &o->piece[i], &arrays);
-        offload_piece_end(o, i);
+        PieceArrays arrays = offload_piece_begin(o, next);
+        o->update(o->context, &o->piece[next], &arrays);
+        offload_piece_end(o, next++);
+        int until = o->n_weights > 0 && next < o->n_pieces ? next - 1 : next; // a write has the time of the next update
+        offload_weights_written(o, done, until);
         pthread_mutex_lock(&o->lock);
-        o->done++;
+        o->done = until;
         pthread_cond_broadcast(&o->changed);
     }
     pthread_mutex_unlock(&o->lock);
@@ -484,11 +623,12 @@ static void offload_update_begin(Offload *o, OffloadUpdate update, void *context
     CHECK(o->sent == o->n_pieces, "%d of %d pieces of the last update are on their way back", o->sent, o->n_pieces);
     stream_sync(o->in); // invariant 3
     offload_close_unit(o);
-    o->reads = 0;
+    for (int i = 0; i < o->n_weights; i++) if (o->weights[i].unit >= 0 && o->unit[o->weights[i].unit].updates) o->weights[i].unit = -1; // invariant 5
+    o->reads = o->first_updated;
     pthread_mutex_lock(&o->lock);
     o->update = update;
     o->context = context;
-    o->done = o->sent = 0;
+    o->done = o->sent = o->first_updated;
     pthread_cond_broadcast(&o->changed);
     pthread_mutex_unlock(&o->lock);
 }
@@ -521,4 +661,82 @@ static void offload_wait(Offload *o, int unit) {
         else pthread_cond_wait(&o->changed, &o->lock);
     }
     pthread_mutex_unlock(&o->lock);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Weights that live here, to the device and back, from the launching thread
+
+static WeightBuffer *weights_find(Offload *o, int unit) {
+    for (int i = 0; i < o->n_weights; i++) if (o->weights[i].unit == unit) return &o->weights[i];
+    return NULL;
+}
+
+// Begins to read a unit's weights into the buffer whose turn it is.
+static WeightBuffer *weights_read(Offload *o, int unit) {
+    WeightBuffer *b = &o->weights[o->next_weights];
+    FileRange r = weights_range(o, unit);
+    o->next_weights = (o->next_weights + 1) % o->n_weights;
+    offload_close_unit(o); // it may be this one
+    weights_settle(o, b);
+    transfer_wait(o, &b->transfer, FILE_WEIGHTS);
+    b->unit = unit;
+    b->ahead = true;
+    aio_read(o->aio, &b->transfer, &o->file[FILE_WEIGHTS], b->data, r.offset, r.bytes);
+    return b;
+}
+
+// A unit will be gathered soon: if its weights come from a file they are read now. False: there is no buffer, or the CPU still updates
+// them; what comes later in the order of the gathers is not to be read before them.
+static bool offload_read_ahead(Offload *o, int unit) {
+    const HostUnit *u = &o->unit[unit];
+    int n_ahead = 0;
+    if (!u->filed[HOST_WEIGHT] || weights_find(o, unit)) return true;
+    for (int i = 0; i < o->n_weights; i++) n_ahead += o->weights[i].ahead;
+    if (n_ahead >= max_i64(1, o->n_weights - 2) || o->weights[o->next_weights].ahead) return false;
+    pthread_mutex_lock(&o->lock);
+    bool updated = o->done >= u->end;
+    pthread_mutex_unlock(&o->lock);
+    if (updated) weights_read(o, unit);
+    return updated;
+}
+
+// The buffer that has a unit's weights, as the file has them.
+static WeightBuffer *weights_ready(Offload *o, int unit) {
+    WeightBuffer *b = weights_find(o, unit);
+    if (!b) b = weights_read(o, unit);
+    transfer_wait(o, &b->transfer, FILE_WEIGHTS);
+    b->ahead = false;
+    return b;
+}
+
+// Copies a unit's weights to the device.
+static void offload_fetch_weights(Offload *o, int unit, void *to, Stream s) {
+    const HostUnit *u = &o->unit[unit];
+    int64_t element = u->element[HOST_WEIGHT];
+    if (!u->filed[HOST_WEIGHT]) { device_copy(to, u->array[HOST_WEIGHT], u->numel * element, COPY_TO_DEVICE, s); return; }
+    WeightBuffer *b = weights_ready(o, unit);
+    const char *at = b->data;
+    for (int i = u->first; i < u->end; i++) {
+        const OffloadPiece *p = &o->piece[i];
+        device_copy((char *)to + p->from * element, at, p->numel * element, COPY_TO_DEVICE, s);
+        at += p->range[FILE_WEIGHTS].bytes;
+    }
+    event_record(b->copied, s);
+}
+
+// The device has updated a unit's weights: they go back. A file gets them when the next unit's are on their way, or when somebody asks.
+static void offload_store_weights(Offload *o, int unit, const void *from, Stream s) {
+    const HostUnit *u = &o->unit[unit];
+    int64_t element = u->element[HOST_WEIGHT];
+    if (!u->filed[HOST_WEIGHT]) { device_copy(u->array[HOST_WEIGHT], from, u->numel * element, COPY_TO_HOST, s); return; }
+    for (int i = 0; i < o->n_weights; i++) if (o->weights[i].changed) weights_settle(o, &o->weights[i]);
+    WeightBuffer *b = weights_ready(o, unit);
+    char *at = b->data;
+    for (int i = u->first; i < u->end; i++) {
+        const OffloadPiece *p = &o->piece[i];
+        device_copy(at, (const char *)from + p->from * element, p->numel * element, COPY_TO_HOST, s);
+        at += p->range[FILE_WEIGHTS].bytes;
+    }
+    event_record(b->copied, s);
+    b->changed = true;
 }

@@ -348,9 +348,9 @@ static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
         if (unit->update_on_host) continue;
         int64_t border = zero_decay_border(z, u), to_shard = unit->update_first - unit->shard_numel * z->gather_group.rank;
         char *param = (char *)zero_updated_param(z, unit), *masters = (char *)unit->master;
-        int64_t bytes = unit->update_numel * dtype_bytes(z->model->dtype);
         if (unit->param_on_host) { // the weights come, and go back
-            device_copy(z->update_room, param, bytes, COPY_TO_DEVICE, z->stream);
+            offload_fetch_weights(&z->offload, u, z->update_room, z->stream);
+            for (int next = u + 1; next < z->model->table.n_units && !z->unit[next].update_on_host && offload_read_ahead(&z->offload, next); next++) continue;
             param = (char *)z->update_room;
             if (z->model->dtype == DTYPE_FP32) masters = param;
         }
@@ -366,7 +366,7 @@ static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
             r.weight_decay = part == 0 ? o->cfg->optimizer.weight_decay : 0;
             o->rule->update(&r, a, z->stream);
         }
-        if (unit->param_on_host) device_copy(zero_updated_param(z, unit), param, bytes, COPY_TO_HOST, z->stream);
+        if (unit->param_on_host) offload_store_weights(&z->offload, u, param, z->stream);
     }
     zero_weights_changed(z);
 }

@@ -479,9 +479,11 @@ static void trainer_print_start(const Trainer *t) {
                         memory.host[MEMORY_WEIGHTS] / mib, memory.host[MEMORY_MASTERS] / mib, memory.host[MEMORY_GRADIENTS] / mib, memory.host[MEMORY_OPTIMIZER_STATES] / mib,
                         memory.host[MEMORY_ACTIVATIONS] / mib, memory.host[MEMORY_BUFFERS] / mib, updates);
     }
-    if (t->zero.offload.aio)
-        print_table_row("nvme (MiB)", "%.1f a rank of masters and optimizer states in %s, by %s; %d buffers of %.1f", (double)t->zero.offload.file.bytes / mib, t->zero.offload.filing.folder,
-                        aio_is_uring(t->zero.offload.aio) ? "io_uring" : "threads", t->zero.offload.filing.buffer_count, (double)t->zero.offload.buffer_bytes / mib);
+    const Offload *o = &t->zero.offload;
+    for (int f = 0; f < OFFLOAD_FILES; f++)
+        if (o->file[f].bytes > 0)
+            print_table_row("nvme (MiB)", "%.1f a rank of %s in %s, by %s; %d buffers of %.1f", (double)o->file[f].bytes / mib, file_holds[f], o->filing.folder[f], aio_is_uring(o->aio) ? "io_uring" : "threads",
+                            f == FILE_UPDATE ? o->filing.buffer_count : o->n_weights, (double)(f == FILE_UPDATE ? o->room.piece : o->room.weights) / mib);
     if (memory.others >= 0) print_table_row("", "beside it others use %.1f of the device: its context, libraries, other programs", memory.others / mib);
     console_flush();
 }

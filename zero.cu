@@ -63,8 +63,9 @@
 // engine. A reduction that NCCL does by kernels holds processors that products were cut to fill, and hiding it behind them costs
 // more than it takes alone. Between hosts the library reduces: it knows which of them are near.
 //
-// A unit's masters and states, and at stage 3 its shard of the weights, may live in host memory, where the CPU updates them
-// (offload.cu). Then the sum goes on from grad_shard to the host, a fetch waits for the CPU before anything else, and a gather begins with a copy.
+// A unit's masters and states, and at stage 3 its shard of the weights, may live in host memory or in files, and the CPU update them
+// (offload.cu). Then the sum goes on from grad_shard to the host, a fetch waits for the CPU before anything else, and a gather begins with a copy,
+// or with a read before that.
 //
 // Invariants:
 //  1. A unit IN_USE is never evicted; uses nest (the head uses the embedding's table when they are tied).
@@ -108,7 +109,7 @@ typedef struct {
     int64_t whole;        // shard_numel * ranks
     int64_t update_first, update_numel; // elements of the unit that this rank updates
     bool update_on_host;  // by the CPU: `master` and `state` lie in host memory, with a mirror of the weights (Zero.offload)
-    bool param_on_host;   // `param_shard` lies in host memory, and is copied to its place in `param` when the unit is gathered
+    bool param_on_host;   // `param_shard` lies in host memory or in a file, and is copied to its place in `param` when the unit is gathered
     bool updating;        // the CPU has been given the unit's update, and nobody has waited for it yet
     void *param;          // (whole) model's dtype; null while the unit is sharded and has no buffer
     void *param_shard;    // (shard_numel) inside `param`, or at stage 3 of its own
@@ -149,9 +150,32 @@ typedef struct {
     double gradient_predivide_factor;
     bool offload_optimizer, offload_param, pin_memory;
     double offload_ratio;          // share of the elements whose update is offloaded
-    OffloadFile offload_file;      // where masters and states of these are, unless in host memory
+    OffloadFiling offload_filing;  // what of it is in files, and how
     int64_t sub_group_size;        // elements of an update on the CPU at a time, at most
 } ZeroOptions;
+
+static OffloadFiling zero_filing(const ZeroConfig *c) {
+    const OffloadConfig *section[OFFLOAD_FILES] = {&c->offload_optimizer, &c->offload_param};
+    OffloadFiling f;
+    memset(&f, 0, sizeof f);
+    for (int i = 0; i < OFFLOAD_FILES; i++) {
+        f.used[i] = section[i]->device == OFFLOAD_NVME;
+        f.folder[i] = section[i]->nvme_path;
+        f.makes_folder[i] = section[i]->nvme_derived;
+    }
+    f.buffer_count = f.used[FILE_UPDATE] ? (int)c->offload_optimizer.buffer_count : OFFLOAD_BUFFERS; // the keys are the optimizer's
+    f.pipeline_read = !f.used[FILE_UPDATE] || c->offload_optimizer.pipeline_read;
+    f.pipeline_write = !f.used[FILE_UPDATE] || c->offload_optimizer.pipeline_write;
+    f.weight_buffer_count = (int)c->offload_param.buffer_count;
+    f.weight_buffer_numel = c->offload_param.buffer_size;
+    f.weights_in_memory = c->offload_param.max_in_cpu;
+    f.aio.block_size = c->aio.block_size;
+    f.aio.queue_depth = (int)c->aio.queue_depth;
+    f.aio.intra_op_parallelism = (int)c->aio.intra_op_parallelism;
+    f.aio.single_submit = c->aio.single_submit;
+    f.aio.overlap_events = c->aio.overlap_events;
+    return f;
+}
 
 static ZeroOptions zero_options(const ZeroConfig *c) {
     ZeroOptions o;
@@ -173,19 +197,9 @@ static ZeroOptions zero_options(const ZeroConfig *c) {
     o.gradient_allreduce_op = c->gradient_allreduce_op;
     o.gradient_predivide_factor = c->gradient_predivide_factor;
     o.offload_optimizer = c->offload_optimizer.device != OFFLOAD_NONE;
-    o.offload_file.used = c->offload_optimizer.device == OFFLOAD_NVME;
-    o.offload_file.folder = c->offload_optimizer.nvme_path;
-    o.offload_file.makes_folder = c->offload_optimizer.nvme_derived;
-    o.offload_file.buffer_count = (int)c->offload_optimizer.buffer_count;
-    o.offload_file.pipeline_read = c->offload_optimizer.pipeline_read;
-    o.offload_file.pipeline_write = c->offload_optimizer.pipeline_write;
-    o.offload_file.aio.block_size = c->aio.block_size;
-    o.offload_file.aio.queue_depth = (int)c->aio.queue_depth;
-    o.offload_file.aio.intra_op_parallelism = (int)c->aio.intra_op_parallelism;
-    o.offload_file.aio.single_submit = c->aio.single_submit;
-    o.offload_file.aio.overlap_events = c->aio.overlap_events;
+    o.offload_filing = zero_filing(c);
     o.offload_ratio = c->offload_optimizer.ratio;
-    o.offload_param = c->offload_param.device == OFFLOAD_CPU;
+    o.offload_param = c->offload_param.device != OFFLOAD_NONE;
     o.pin_memory = (!o.offload_optimizer || c->offload_optimizer.pin_memory) && (!o.offload_param || c->offload_param.pin_memory);
     o.sub_group_size = c->sub_group_size;
     return o;
@@ -202,9 +216,9 @@ typedef struct {
     int64_t grad_bytes;         // whole, of the unit's own
     int64_t grad_shard_bytes;   // beside `grad`
     bool update_on_host;        // masters and states are there, and nothing of them here
-    bool param_on_host;         // so is the shard of the weights
+    bool param_on_host;         // so is the shard of the weights, or in a file
     int64_t host_element[HOST_ARRAYS]; // bytes of an element of what host memory holds of the update_numel; see host_elements
-    int64_t file_element[HOST_ARRAYS]; // and of what a file does
+    int64_t file_element[HOST_ARRAYS]; // and of what files do
 } UnitLayout;
 
 // Everything that zero.cu allocates on one rank. A function of sizes alone (zero_layout), so that a planner can ask for any
@@ -223,7 +237,8 @@ typedef struct {
     int64_t staging_numel;      // fp32, of the largest unit
     int64_t update_room_bytes;  // of the largest shard whose weights live in host memory and whose update on the device
     MemoryUse bytes, host_bytes; // all of it, by kind: of the device, and of host memory
-    int64_t file_bytes;         // of masters and states, but for what the pieces are rounded up to
+    FileRoom file_room;         // of host memory, for what is in files
+    int64_t file_bytes[OFFLOAD_FILES]; // but for what the pieces are rounded up to
 } ZeroLayout;
 
 typedef struct {
@@ -345,7 +360,7 @@ static UnitLayout layout_unit(const ZeroLayout *l, const Model *m, int unit, int
     u.grad_bytes = l->with_gradients && !(layout_shards_grads(l) && is_block) ? u.whole * 4 : 0;
     u.grad_shard_bytes = l->with_gradients && layout_shards_grads(l) ? u.shard_numel * dtype_bytes(l->opt.grad_accum_dtype) : 0;
     if (u.update_on_host || u.param_on_host) host_elements(u.host_element, m->dtype, l->n_states, layout_shards_grads(l) ? l->opt.grad_accum_dtype : DTYPE_FP32, u.update_on_host);
-    if (u.update_on_host && l->opt.offload_file.used) host_elements_file(u.host_element, u.file_element);
+    if (u.update_on_host && l->opt.offload_filing.used[FILE_UPDATE]) host_elements_file(u.host_element, u.file_element, FILE_UPDATE);
     return u;
 }
 
@@ -390,10 +405,14 @@ static ZeroLayout zero_layout(const Model *m, ZeroOptions opt, int ranks, int ra
     l.with_gradients = with_gradients;
     l.n_states = with_gradients ? n_states : 0;
     l.unit = (UnitLayout *)host_alloc(sizeof(UnitLayout) * (size_t)m->table.n_units);
-    int64_t kept = 0;
-    for (int u = 0; u < m->table.n_units; u++) {
-        l.unit[u] = layout_unit(&l, m, u, kept);
-        if (l.unit[u].dedicated && m->table.unit[u].kind == UNIT_BLOCK) kept += m->table.unit[u].numel;
+    int64_t kept = 0, in_memory = 0;
+    for (int i = 0; i < m->table.n_units; i++) {
+        UnitLayout *u = &l.unit[i];
+        *u = layout_unit(&l, m, i, kept);
+        if (u->dedicated && m->table.unit[i].kind == UNIT_BLOCK) kept += m->table.unit[i].numel;
+        if (!u->param_on_host || !opt.offload_filing.used[FILE_WEIGHTS]) continue;
+        if (in_memory + u->shard_numel <= opt.offload_filing.weights_in_memory) in_memory += u->shard_numel;
+        else host_elements_file(u->host_element, u->file_element, FILE_WEIGHTS);
     }
     layout_pools(&l, m);
     int64_t *bytes = l.bytes.bytes;
@@ -407,11 +426,11 @@ static ZeroLayout zero_layout(const Model *m, ZeroOptions opt, int ranks, int ra
         if (with_gradients && u->param_on_host && !u->update_on_host) l.update_room_bytes = max_i64(l.update_room_bytes, u->update_numel * dtype_bytes(m->dtype));
         for (int k = 0; k < HOST_ARRAYS; k++) {
             l.host_bytes.bytes[host_array_kinds[k]] += u->update_numel * u->host_element[k];
-            l.file_bytes += u->update_numel * u->file_element[k];
+            l.file_bytes[array_file(k)] += u->update_numel * u->file_element[k];
         }
-        if (filed_total(u->update_numel, u->file_element) > 0)
-            l.host_bytes.bytes[MEMORY_BUFFERS] = max_i64(l.host_bytes.bytes[MEMORY_BUFFERS], offload_file_memory(&opt.offload_file, u->update_numel, opt.sub_group_size, u->file_element));
+        file_room_add(&l.file_room, u->update_numel, offload_piece_numel(opt.sub_group_size), u->file_element);
     }
+    if (l.file_room.view > 0) l.host_bytes.bytes[MEMORY_BUFFERS] = file_room_bytes(&l.file_room, &opt.offload_filing);
     bytes[MEMORY_BUFFERS] += l.n_param_pool * l.param_buffer_bytes + l.n_grad_pool * l.grad_buffer_bytes + l.wire_bytes + l.parts_bytes + l.update_room_bytes + (layout_staging_in_parts(&l) ? 0 : l.staging_numel * 4);
     return l;
 }
@@ -470,12 +489,13 @@ static int64_t zero_decay_border(const Zero *z, int unit) {
 static void zero_init_offload(Zero *z) {
     int n_units = z->model->table.n_units;
     int64_t *border = (int64_t *)host_alloc(sizeof(int64_t) * (size_t)n_units);
-    offload_init(&z->offload, n_units, z->opt.offload_file);
+    offload_init(&z->offload, n_units, z->opt.offload_filing, z->opt.sub_group_size);
     for (int u = 0; u < n_units; u++) {
+        const UnitLayout *l = &z->layout.unit[u];
         border[u] = zero_decay_border(z, u);
-        if (z->layout.unit[u].host_element[HOST_WEIGHT]) offload_add_unit(&z->offload, u, z->unit[u].update_numel, z->layout.unit[u].host_element, z->layout.unit[u].file_element);
+        if (l->update_on_host || l->param_on_host) offload_add_unit(&z->offload, u, l->update_numel, l->host_element, l->file_element);
     }
-    offload_start(&z->offload, border, z->opt.sub_group_size, z->opt.pin_memory);
+    offload_start(&z->offload, border, z->opt.pin_memory);
     free(border);
     for (int u = 0; u < n_units; u++) {
         UnitState *s = &z->unit[u];
@@ -670,7 +690,7 @@ static bool gather_start(Zero *z, int unit, int64_t distance) {
     if (s->param_on_host) {
         int64_t bytes = s->shard_numel * dtype_bytes(z->model->dtype);
         shard = (char *)s->param + z->gather_group.rank * bytes;
-        device_copy((void *)shard, s->param_shard, bytes, COPY_TO_DEVICE, z->gather_stream);
+        offload_fetch_weights(&z->offload, unit, (void *)shard, z->gather_stream);
     }
     if (z->gather_group.size > 1) comm_all_gather(z->gather_group, s->param, shard, s->shard_numel, z->model->dtype, z->gather_stream);
     event_record(s->gathered, z->gather_stream);
@@ -694,6 +714,15 @@ static void zero_prefetch(Zero *z) {
         ahead += z->unit[u].whole;
         if (z->unit[u].updating) return;
         if (!zero_is_current(z, u) && !gather_start(z, u, zero_reuse_distance(z, u))) return;
+    }
+}
+
+// Weights in a file are read further ahead, as far as there are buffers for them. That is this rank's own affair: it may depend on what the
+// CPU has updated by now.
+static void zero_read_ahead(Zero *z) {
+    for (int i = 0; i < 2 * z->model->table.n_units && z->cursor + i < z->n_uses && z->offload.n_weights > 0; i++) {
+        int u = z->use_list[z->cursor + i];
+        if (!zero_is_current(z, u) && !offload_read_ahead(&z->offload, u)) return;
     }
 }
 
@@ -751,6 +780,7 @@ static Weights zero_fetch(Zero *z, int unit) {
     watch_tick();
     for (int i = 0; i < n; i++) zero_use(z, units[i]);
     if (z->n_uses) zero_prefetch(z);
+    zero_read_ahead(z);
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
         const ParamDesc *stored = &table->row[table->row[i].storage];
         char *at = (char *)z->unit[stored->unit].param + stored->offset * dtype_bytes(z->model->dtype);
@@ -787,6 +817,7 @@ static void zero_begin_step(Zero *z) {
     CHECK(z->cursor == 0 || z->cursor == z->n_uses, "the last program ended at use %d of %d", z->cursor, z->n_uses);
     z->cursor = 0;
     zero_prefetch(z);
+    zero_read_ahead(z);
 }
 
 static Grads zero_grad_begin(Zero *z, int unit) {

@@ -96,7 +96,7 @@ static bool request_answered(Aio *a, AioRequest *r, int64_t result) {
             }
     }
     t->finished += r->bytes;
-    if (t->finished == t->bytes) pthread_cond_signal(&a->done);
+    if (t->finished == t->bytes) pthread_cond_broadcast(&a->done);
     pthread_mutex_unlock(&a->lock);
     r->transfer = NULL;
     return true;

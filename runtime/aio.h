@@ -9,7 +9,7 @@
 // ends, nobody else's file can be meant, and runs that share a folder do not meet. They are as long as they will ever be from
 // the start, so that a disk that is too full shows then. They are no checkpoints: what they hold ends with the run.
 //
-// One thread calls these functions (the main thread). Failures come back as false with a text in `why` that names folder, what the
+// Any thread may start transfers and wait for its own. Failures come back as false with a text in `why` that names folder, what the
 // file holds, call, offset and reason; the file's owner then gives up the run.
 #pragma once
 #include "utils.h"

@@ -224,6 +224,21 @@ row_too_large_for_memory() {
     says "lower train_micro_batch_size_per_gpu"
 }
 
+# The settings guide's mixed offload, on a folder that is there: the same curve as without, and nothing is left behind.
+row_weights_in_a_file() {
+    mkdir nvme
+    run_expect 0 -c config.json run.steps=6 zero_optimization.stage=3 run.output_dir=plain || return
+    run_expect 0 -c config.json run.steps=6 run.output_dir=filed zero_optimization.stage=3 zero_optimization.offload_optimizer.device=cpu zero_optimization.offload_optimizer.pin_memory=true \
+        zero_optimization.offload_param.device=nvme zero_optimization.offload_param.nvme_path=nvme zero_optimization.offload_param.buffer_count=4 zero_optimization.offload_param.max_in_cpu=0 \
+        zero_optimization.stage3_param_persistence_threshold=0 zero_optimization.reduce_bucket_size=50000000 zero_optimization.stage3_prefetch_bucket_size=30000000 || return
+    prints "a rank of weights in nvme, by"
+    equal "the curve" "$(curve filed/log.jsonl)" "$(curve plain/log.jsonl)"
+    equal "what is left in the folder" "$(ls -A nvme)" ""
+    refuses 2 -c config.json zero_optimization.stage=3 zero_optimization.offload_param.device=nvme zero_optimization.offload_param.nvme_path=nvme zero_optimization.offload_param.max_in_cpu=0 \
+        zero_optimization.stage3_param_persistence_threshold=0 zero_optimization.offload_param.buffer_size=1000
+    says "zero_optimization.offload_param.buffer_size = 1000: a buffer takes a rank's shard of a block"
+}
+
 # What is to be offloaded must fit into what the process may have of the host: here an address space of 1 GB.
 row_too_large_for_host_memory() {
     if [ -n "$sanitized" ] || [[ $(ldd "$binary") == *libcud* ]]; then skip "this build's libraries need more addresses"; return; fi
@@ -308,9 +323,8 @@ row_all_problems_at_once() {
 }
 
 row_not_built_yet() {
-    refuses 2 -c config.json zero_optimization.stage=3 zero_optimization.offload_param.device=nvme
-    says "not built yet"
     refuses 2 -c config.json tensor_parallel.autotp_size=2
+    says "not built yet"
 }
 
 row_command_line() {

@@ -622,7 +622,7 @@ static void test_combinations(Test *t) {
         {ZERO("\"stage\": 3, \"offload_optimizer\": {\"device\": \"nvme\", \"buffer_count\": 3}"), "", 2, "zero_optimization.offload_optimizer.buffer_count", "", NULL, NULL},
         {ZERO("\"stage\": 3, \"offload_optimizer\": {\"device\": \"nvme\", \"nvme_path\": \"/no/such/folder\"}"), "", 2, "zero_optimization.offload_optimizer.nvme_path", "", NULL, "is no folder that can be written to"},
         {"{" MICRO ", \"aio\": {\"block_size\": 4096}}", "", 1, "", "", "aio.block_size", "has no effect without an offload device nvme"},
-        {ZERO("\"stage\": 3, \"offload_param\": {\"device\": \"nvme\"}"), "", 2, "", "zero_optimization.offload_param.device", "zero_optimization.offload_param.device optimizer.type", "in the folder nvme"},
+        {ZERO("\"stage\": 3, \"offload_param\": {\"device\": \"nvme\"}"), "", 2, "", "", "zero_optimization.offload_param.device optimizer.type", "in the folder nvme"},
         {ZERO("\"stage\": 2, \"offload_optimizer\": {\"device\": \"cpu\", \"ratio\": 0.5}"), "", 2, "zero_optimization.offload_optimizer.ratio", "", NULL, NULL},
         {ZERO("\"stage\": 3, \"offload_optimizer\": {\"device\": \"cpu\", \"ratio\": 1.5}"), "", 2, "zero_optimization.offload_optimizer.ratio", "", NULL, "at most 1"},
         // C11, C12, C13
