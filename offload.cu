@@ -623,7 +623,11 @@ static void offload_update_begin(Offload *o, OffloadUpdate update, void *context
     CHECK(o->sent == o->n_pieces, "%d of %d pieces of the last update are on their way back", o->sent, o->n_pieces);
     stream_sync(o->in); // invariant 3
     offload_close_unit(o);
-    for (int i = 0; i < o->n_weights; i++) if (o->weights[i].unit >= 0 && o->unit[o->weights[i].unit].updates) o->weights[i].unit = -1; // invariant 5
+    for (int i = 0; i < o->n_weights; i++) {
+        WeightBuffer *b = &o->weights[i];
+        b->ahead = false;
+        if (b->unit >= 0 && o->unit[b->unit].updates) b->unit = -1; // invariant 5
+    }
     o->reads = o->first_updated;
     pthread_mutex_lock(&o->lock);
     o->update = update;
@@ -690,7 +694,9 @@ static WeightBuffer *weights_read(Offload *o, int unit) {
 static bool offload_read_ahead(Offload *o, int unit) {
     const HostUnit *u = &o->unit[unit];
     int n_ahead = 0;
-    if (!u->filed[HOST_WEIGHT] || weights_find(o, unit)) return true;
+    WeightBuffer *b = weights_find(o, unit);
+    if (b) b->ahead = true; // it stays
+    if (!u->filed[HOST_WEIGHT] || b) return true;
     for (int i = 0; i < o->n_weights; i++) n_ahead += o->weights[i].ahead;
     if (n_ahead >= max_i64(1, o->n_weights - 2) || o->weights[o->next_weights].ahead) return false;
     pthread_mutex_lock(&o->lock);

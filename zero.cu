@@ -110,7 +110,7 @@ typedef struct {
     int64_t update_first, update_numel; // elements of the unit that this rank updates
     bool update_on_host;  // by the CPU: `master` and `state` lie in host memory, with a mirror of the weights (Zero.offload)
     bool param_on_host;   // `param_shard` lies in host memory or in a file, and is copied to its place in `param` when the unit is gathered
-    bool updating;        // the CPU has been given the unit's update, and nobody has waited for it yet
+    bool updating;        // the CPU has been given the unit's update, and the program has not fetched the unit since
     void *param;          // (whole) model's dtype; null while the unit is sharded and has no buffer
     void *param_shard;    // (shard_numel) inside `param`, or at stage 3 of its own
     void *master;         // (update_numel) of master_dtype; the same memory as the weights when the model is fp32
@@ -654,15 +654,10 @@ static ParamBuffer *zero_take_buffer(Zero *z, int64_t distance) {
 
 // The CPU has made its update of a unit, and what is enqueued from here on sees the weights. Before that nobody may touch them.
 static void zero_await_update(Zero *z, int unit) {
-    UnitState *s = &z->unit[unit];
-    if (!s->updating) return;
+    if (!z->unit[unit].updating) return;
     offload_wait(&z->offload, unit);
     stream_wait_event(z->stream, z->offload.unit[unit].returned);
     stream_wait_event(z->gather_stream, z->offload.unit[unit].returned);
-    s->updating = false;
-}
-static void zero_await_updates(Zero *z) {
-    for (int u = 0; u < z->model->table.n_units; u++) zero_await_update(z, u);
 }
 
 // The CPU begins to update what lives in host memory, by update(context, ...); see offload.cu.
@@ -734,6 +729,7 @@ static void zero_use(Zero *z, int unit) {
         z->cursor++;
     }
     zero_await_update(z, unit);
+    s->updating = false; // here alone: who reads states waits for units of its own, and gathers must not depend on that (invariant 2)
     // A nested use finds the unit current: weights change only between updates.
     if (!zero_is_current(z, unit)) CHECK(gather_start(z, unit, -1), "no buffer for unit %d", unit);
     if (s->status == UNIT_GATHERING) stream_wait_event(z->stream, s->gathered);
