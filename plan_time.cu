@@ -82,7 +82,7 @@ typedef struct {
 typedef struct {
     ChunkCost compute;
     double tensor[2], sequence[2];
-    double gathered[2], fetched[2]; // of weights: sent, and before that copied from host memory
+    double gathered[2], fetched[2], read[2]; // of weights: sent, before that copied from host memory, and before that read from a file
     double reduced, stored, sent;   // gradients; checkpoints to the host, which come back backward; to the next chunk and as much back
 } ChunkWork;
 
@@ -190,7 +190,9 @@ static void chunk_add_unit(ChunkWork *w, const StagePlan *s, int unit, double ga
         w->sequence[pass] += sequence_messages(s, kind, pass == 1) * s->stream_bytes / n.tp * share_sent(n.sp);
         if (!unit_takes_turns(s, unit)) continue;
         w->gathered[pass] += gathered * unit_gathered(s, unit);
-        if (s->zero.unit[unit].param_on_host) w->fetched[pass] += gathered * (double)(s->zero.unit[unit].shard_numel * dtype_bytes(s->m->dtype));
+        const UnitLayout *l = &s->zero.unit[unit];
+        if (l->param_on_host) w->fetched[pass] += gathered * (double)(l->shard_numel * dtype_bytes(s->m->dtype));
+        w->read[pass] += gathered * (double)(l->shard_numel * l->file_element[HOST_WEIGHT]);
     }
 }
 
@@ -228,7 +230,7 @@ static void moves_once(PlanMoves *moves, const StagePlan *s) {
         if (l->param_on_host && !l->update_on_host) // the device updates what lives on the host: there and back
             for (int k = 0; k < 2; k++) moves->bytes[k ? MOVE_TO_HOST : MOVE_FROM_HOST] += (double)(l->update_numel * dtype_bytes(s->m->dtype));
     }
-    moves->bytes[MOVE_DISK] += 2 * (double)s->zero.file_bytes;
+    for (int f = 0; f < OFFLOAD_FILES; f++) moves->bytes[MOVE_DISK] += 2 * (double)s->zero.file_bytes[f];
 }
 
 // What a rank of the stage moves in an update.
@@ -247,6 +249,7 @@ static PlanMoves plan_moves(const Plan *p, int stage) {
         m.bytes[MOVE_SEQUENCE] += n * (w.sequence[0] + w.sequence[1]);
         m.bytes[MOVE_TO_HOST] += n * w.stored;
         m.bytes[MOVE_FROM_HOST] += n * (w.fetched[0] + w.fetched[1] + w.stored);
+        m.bytes[MOVE_DISK] += n * (w.read[0] + w.read[1]);
         m.bytes[MOVE_STAGES] += n * w.sent;
         if (whole > 0 && plan_stage_of(p, whole - 1) != stage) m.bytes[MOVE_STAGES] += n * s.stream_bytes / p->size.tp; // the gradient
     }
@@ -281,7 +284,7 @@ static ChunkCost chunk_seconds(const StagePlan *s, const ChunkWork *w, double n,
     for (int pass = 0; pass < 2; pass++) {
         double sent = w->gathered[pass] + (pass ? w->reduced : 0), apart = w->tensor[pass] / tensor + w->sequence[pass] / sequence;
         double data = exposed_seconds(p->cfg, sent, sent / zero, computes[pass]);
-        double host = fmax(0, (w->fetched[pass] + w->stored) / RATE_HOST - computes[pass]);
+        double host = fmax(0, fmax((w->fetched[pass] + w->stored) / RATE_HOST, w->read[pass] / RATE_DISK) - computes[pass]);
         waits[pass] = apart + data + host;
         t->compute += n * computes[pass];
         t->tensor += n * w->tensor[pass] / tensor;
@@ -307,7 +310,7 @@ static void stage_ends(const StagePlan *s, double forward, double backward, Plan
     t->data += m.bytes[MOVE_TENSOR_GRADIENTS] / link_rate(1, p->size.tp) + m.bytes[MOVE_TIED] / link_rate(p->size.tp * s->zero.ranks, p->size.pp);
     t->update += on_device * (2 * grad + 2 * element + 2 * master + 8 * s->zero.n_states) / RATE_UPDATE; // the norm reads the gradient, too
     double host = on_host / RATE_CPU_PARAMETERS, disk = m.bytes[MOVE_DISK] / RATE_DISK;
-    t->offload += fmax(0, (s->zero.opt.offload_file.pipeline_read && s->zero.opt.offload_file.pipeline_write ? fmax(host, disk) : host + disk) - forward);
+    t->offload += fmax(0, (s->zero.opt.offload_filing.pipeline_read && s->zero.opt.offload_filing.pipeline_write ? fmax(host, disk) : host + disk) - forward);
     for (int u = 0; u < s->m->table.n_units; u++) // weights that come and go for an update on the device, one block after the other
         if (s->zero.unit[u].param_on_host && !s->zero.unit[u].update_on_host) t->offload += 2 * (double)s->zero.unit[u].update_numel * element / RATE_HOST;
 }

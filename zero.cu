@@ -554,6 +554,9 @@ static void zero_init(Zero *z, const Model *m, ZeroOptions opt, const GridGroups
     z->keep_stream = stream_create();
     z->computed = event_create();
     z->layout = zero_layout(m, opt, gather_group.size, gather_group.rank, n_states, with_gradients);
+    int64_t needed = z->layout.file_room.weights_numel, given = opt.offload_filing.weight_buffer_numel;
+    if (needed > given)
+        die_alike(EXIT_CONFIG, "zero_optimization.offload_param.buffer_size = %" PRId64 ": a buffer takes a rank's shard of a block, which has %" PRId64 " elements; raise it to %" PRId64, given, needed, needed);
     z->n_states = z->layout.n_states;
     z->postdivide = opt.prescale_gradients ? 1 : gather_group.size / opt.gradient_predivide_factor;
     z->divisor = z->postdivide / (opt.gradient_allreduce_op ? gather_group.size : 1);
