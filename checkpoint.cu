@@ -39,7 +39,10 @@
 #include "runtime/durable.h"
 #include "runtime/thread.h"
 
-enum { SLICE_NUMEL = 2 << 20 }; // values on their way between the run and a file: 8 MiB
+enum {
+    SLICE_NUMEL = 2 << 20,   // values on their way from a file to the run: 8 MiB
+    STREAM_BYTES = 8 << 20,  // of a shard that are written at once; a multiple of SHARD_ALIGN
+};
 
 typedef struct {
     bool durable;
@@ -666,14 +669,125 @@ static bool save_refused(Io *io, const char *name, const char *format, ...) {
     return false;
 }
 
-// Writes n values of a run behind the `at` bytes that are there, and adds them to the checksums of their pieces.
-static bool stored_slice_write(Io *io, const IoHandle *file, const float *values, int64_t n, int64_t at, uint32_t *piece_crc) {
-    for (int64_t done = 0, part; done < n * 4; done += part) { // before the write: a checksum of what was read back would certify damage
+// A shard is written from front to back, in buffers of STREAM_BYTES. While one is filled, a thread writes the other.
+typedef struct {
+    Io *io;
+    IoHandle *file;
+    char *buffer[2];
+    int64_t room, used;      // bytes: of each, and of the one that is being filled
+    int64_t at;              // where that one goes
+    int filling;
+    bool threaded;           // a shard that fits one buffer needs no thread
+    pthread_t thread;
+    // Shared with the thread, under the lock.
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int64_t writing;         // bytes of the other buffer that are being written, to `from` on
+    int64_t from;
+    bool good, ends;
+} ShardStream;
+
+static void *stream_thread(void *stream) {
+    ShardStream *w = (ShardStream *)stream;
+    pthread_mutex_lock(&w->lock);
+    for (;;) {
+        while (!w->writing && !w->ends) pthread_cond_wait(&w->changed, &w->lock);
+        if (!w->writing) break;
+        const char *data = w->buffer[1 - w->filling];
+        pthread_mutex_unlock(&w->lock);
+        bool good = io_write(w->io, w->file, data, w->writing, w->from);
+        pthread_mutex_lock(&w->lock);
+        w->good &= good;
+        w->writing = 0;
+        pthread_cond_broadcast(&w->changed);
+    }
+    pthread_mutex_unlock(&w->lock);
+    return NULL;
+}
+
+static void stream_open(ShardStream *w, Io *io, IoHandle *file, int64_t bytes) {
+    memset(w, 0, sizeof *w);
+    w->io = io;
+    w->file = file;
+    w->good = true;
+    w->threaded = bytes > STREAM_BYTES;
+    w->room = min_i64(bytes, STREAM_BYTES);
+    for (int i = 0; i < 1 + w->threaded; i++)
+        if (posix_memalign((void **)&w->buffer[i], SHARD_ALIGN, (size_t)w->room) != 0) die(EXIT_INTERNAL, "out of host memory for a buffer of %" PRId64 " bytes", w->room);
+    io_direct(file, true);
+    if (!w->threaded) return;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->changed, NULL);
+    int error = thread_start(&w->thread, stream_thread, w);
+    if (error) die(EXIT_INTERNAL, "no thread for the writer of checkpoints: %s", strerror(error));
+}
+
+// The buffer that was filled leaves, when the one before it is written. False if something could not be.
+static bool stream_flush(ShardStream *w) {
+    bool good;
+    if (!w->threaded) good = w->good = w->good && io_write(w->io, w->file, w->buffer[0], w->used, w->at);
+    else {
+        pthread_mutex_lock(&w->lock);
+        while (w->writing) pthread_cond_wait(&w->changed, &w->lock);
+        good = w->good;
+        if (good) {
+            w->filling = 1 - w->filling;
+            w->writing = w->used;
+            w->from = w->at;
+        }
+        pthread_cond_broadcast(&w->changed);
+        pthread_mutex_unlock(&w->lock);
+    }
+    w->at += w->used;
+    w->used = 0;
+    return good;
+}
+
+// Where the next bytes are to be put, at most *bytes (never 0), and that so many were.
+static void *stream_room(ShardStream *w, int64_t *bytes) {
+    *bytes = w->room - w->used;
+    return w->buffer[w->filling] + w->used;
+}
+static bool stream_filled(ShardStream *w, int64_t bytes) {
+    w->used += bytes;
+    return w->used < w->room || stream_flush(w);
+}
+
+static bool stream_put(ShardStream *w, const void *data, int64_t bytes) {
+    for (int64_t room, n; bytes > 0; bytes -= n, data = (const char *)data + n) {
+        void *to = stream_room(w, &room);
+        n = min_i64(room, bytes);
+        memcpy(to, data, (size_t)n);
+        if (!stream_filled(w, n)) return false;
+    }
+    return true;
+}
+
+// The rest leaves, if it is good; true when all of it has been written.
+static bool stream_close(ShardStream *w, bool good) {
+    if (good && w->used > 0) stream_flush(w);
+    if (w->threaded) {
+        pthread_mutex_lock(&w->lock);
+        w->ends = true;
+        pthread_cond_broadcast(&w->changed);
+        pthread_mutex_unlock(&w->lock);
+        pthread_join(w->thread, NULL);
+        pthread_mutex_destroy(&w->lock);
+        pthread_cond_destroy(&w->changed);
+    }
+    free(w->buffer[0]);
+    free(w->buffer[1]);
+    return good && w->good;
+}
+
+// Adds n values, behind the `at` bytes of values that are there, to the checksums of their pieces. Before they are written: a checksum
+// of what was read back would certify damage.
+static void stored_slice_sum(const float *values, int64_t n, int64_t at, uint32_t *piece_crc) {
+    for (int64_t done = 0, part; done < n * 4; done += part) {
         part = min_i64(n * 4 - done, PIECE_BYTES - (at + done) % PIECE_BYTES);
         uint32_t *crc = &piece_crc[(at + done) / PIECE_BYTES];
         *crc = crc32c_extend(*crc, (const char *)values + done, (size_t)part);
     }
-    return io_write(io, file, values, n * 4, SHARD_ALIGN + at);
 }
 
 // n values of what is saved, from `first` on: as they are, or out of the copy.
@@ -685,8 +799,35 @@ static void save_values(CheckpointStore *s, int row, int kind, int64_t first, in
     t->kept_get(t->ctx, row, kind, to - from, s->copy.memory + s->copy.at[kind * t->table->n_rows + row], first - from, n, values);
 }
 
+// A value that may not be kept, if there is one.
+typedef struct {
+    bool found, not_a_number;
+    int row, kind;
+    int64_t element;
+} BadValue;
+
+// Writes elements [first, last) of a row's part, behind the `at` bytes of values that are there.
+static bool stored_range_write(CheckpointStore *s, ShardStream *out, int row, int kind, int64_t first, int64_t last, int64_t at, uint32_t *piece_crc, BadValue *bad) {
+    const ParamDesc *r = &s->job.tensors.table->row[row];
+    for (int64_t n, room; first < last; first += n, at += n * 4) {
+        float *values = (float *)stream_room(out, &room);
+        n = min_i64(last - first, room / 4);
+        save_values(s, row, kind, first, n, values);
+        int64_t i = first_bad_value(values, n, kind);
+        if (i >= 0) {
+            ParamRun run[PARAM_RUNS_MAX];
+            param_runs(r, s->job.tensors.table->tp_rank, first + i, first + i + 1, run);
+            *bad = {true, (bool)isnan(values[i]), row, kind, run[0].global_offset};
+            return false;
+        }
+        stored_slice_sum(values, n, at, piece_crc);
+        if (!stream_filled(out, n * 4)) return false;
+    }
+    return true;
+}
+
 // Writes header, values and table of this rank's shard.
-static bool stored_shard_write_contents(CheckpointStore *s, const IoHandle *file) {
+static bool stored_shard_write_contents(CheckpointStore *s, IoHandle *file) {
     Io *io = &s->io;
     const CheckpointPeers *p = &s->peers;
     const TrainingState *state = &s->job.state;
@@ -703,13 +844,15 @@ static bool stored_shard_write_contents(CheckpointStore *s, const IoHandle *file
     h->n_runs = plan->n_runs;
     h->file_bytes = plan->file_bytes;
     h->crc = crc32c_extend(0, h, offsetof(ShardHeader, crc));
-    bool good = io_write(io, file, h, sizeof *h, 0);
+    ShardStream out;
+    BadValue bad = {};
+    stream_open(&out, io, file, plan->file_bytes);
+    bool good = stream_put(&out, h, sizeof *h);
     free(h);
     int64_t table_bytes = plan->file_bytes - SHARD_ALIGN - plan->data_bytes, at = 0;
     unsigned char *table = (unsigned char *)host_alloc((size_t)table_bytes); // zeros up to the end of the file included
     ShardRun *entry = (ShardRun *)table;
     uint32_t *piece_crc = (uint32_t *)(table + plan->n_runs * (int64_t)sizeof(ShardRun));
-    float *values = (float *)host_alloc((size_t)SLICE_NUMEL * 4);
     for (int kind = 0; kind < t->n_kinds && good; kind++) {
         uint32_t tensor = 0;
         for (int row = 0; row < t->table->n_rows && good; row++) {
@@ -722,23 +865,18 @@ static bool stored_shard_write_contents(CheckpointStore *s, const IoHandle *file
             int n_runs = param_runs(r, t->table->tp_rank, first, last, run);
             for (int i = 0; i < n_runs; i++)
                 *entry++ = {number, (uint32_t)kind, run[i].global_offset, run[i].numel, run[i].count, run[i].stride, at + (run[i].local_first - first) * 4};
-            for (int64_t n; first < last && good; first += n, at += n * 4) {
-                n = min_i64(last - first, SLICE_NUMEL);
-                save_values(s, row, kind, first, n, values);
-                int64_t bad = first_bad_value(values, n, kind);
-                if (bad >= 0) {
-                    param_runs(r, t->table->tp_rank, first + bad, first + bad + 1, run);
-                    good = save_refused(io, file->name, "%s of tensor %s is %s at element %" PRId64 ": this state is not worth keeping",
-                                        t->kind[kind], r->name, isnan(values[bad]) ? "NaN" : "infinite", run[0].global_offset);
-                    io->error = EDOM; // no system call's: see SaveResult.not_a_number
-                } else good = stored_slice_write(io, file, values, n, at, piece_crc);
-            }
+            good = stored_range_write(s, &out, row, kind, first, last, at, piece_crc, &bad);
+            at += (last - first) * 4;
         }
     }
     s->job.word.crc = crc32c_extend(0, table, (size_t)table_bytes);
-    good = good && io_write(io, file, table, table_bytes, SHARD_ALIGN + plan->data_bytes);
-    free(values);
+    good = stream_close(&out, good && stream_put(&out, table, table_bytes));
     free(table);
+    if (bad.found) { // now that nobody else tells s->io anything
+        save_refused(io, file->name, "%s of tensor %s is %s at element %" PRId64 ": this state is not worth keeping",
+                     t->kind[bad.kind], t->table->row[bad.row].name, bad.not_a_number ? "NaN" : "infinite", bad.element);
+        io->error = EDOM; // no system call's: see SaveResult.not_a_number
+    }
     return good;
 }
 

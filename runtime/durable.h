@@ -40,6 +40,7 @@ typedef struct {
 typedef struct {
     int fd;
     char name[IO_NAME_MAX]; // relative to the topmost folder
+    bool direct;            // writes pass the page cache by, see io_direct
 } IoHandle;
 
 static inline const char *io_join(char dst[IO_NAME_MAX], const IoHandle *folder, const char *name) {
@@ -88,6 +89,7 @@ static inline bool io_create(Io *io, const IoHandle *folder, const char *name, I
     IoCall call = {IO_CREATE};
     io_join(call.name, folder, name);
     memcpy(file->name, call.name, sizeof file->name);
+    file->direct = false;
     file->fd = -1;
     do file->fd = io_enter(io, &call) ? openat(folder->fd, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666) : -1;
     while (file->fd < 0 && errno == EINTR);
@@ -106,7 +108,14 @@ static inline bool io_allocate(Io *io, const IoHandle *file, int64_t bytes) {
     return result == 0 || errno == EOPNOTSUPP || errno == ENOSYS || io_failed(io, file->name, "allocate %" PRId64 " bytes", bytes);
 }
 
-static inline bool io_write(Io *io, const IoHandle *file, const void *data, int64_t bytes, int64_t offset) {
+// Writes go past the page cache from now on, where the file system can: gigabytes that nobody will read soon would push everything
+// else out of it. Memory, offsets and lengths should be multiples of 4096; what the file system does not take it gets the other way.
+static inline void io_direct(IoHandle *file, bool direct) {
+    int flags = fcntl(file->fd, F_GETFL);
+    file->direct = flags >= 0 && fcntl(file->fd, F_SETFL, direct ? flags | O_DIRECT : flags & ~O_DIRECT) == 0 && direct;
+}
+
+static inline bool io_write(Io *io, IoHandle *file, const void *data, int64_t bytes, int64_t offset) {
     const char *p = (const char *)data;
     while (bytes > 0) {
         IoCall call = {IO_WRITE};
@@ -115,6 +124,7 @@ static inline bool io_write(Io *io, const IoHandle *file, const void *data, int6
         call.offset = offset;
         call.bytes = min_i64(bytes, 8 << 20);
         ssize_t n = io_enter(io, &call) ? pwrite(file->fd, p, (size_t)call.bytes, offset) : -1;
+        if (n < 0 && errno == EINVAL && file->direct) { io_direct(file, false); continue; }
         if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
         if (n == 0) errno = EIO;
         if (n <= 0) return io_failed(io, file->name, "write of %" PRId64 " bytes at offset %" PRId64, call.bytes, offset);

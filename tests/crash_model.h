@@ -45,6 +45,7 @@ static int crash_record(void *ctx, IoCall *call) {
         if (lstat(path, &st) == 0) return 0;
     }
     CHECK(l->n < LOG_MAX, "log full");
+    if (call->op == IO_WRITE) call->bytes = min_i64(call->bytes, 4096); // so that a file is more than one write
     LogOp *o = &l->op[l->n++];
     memset(o, 0, sizeof *o);
     o->op = call->op;
