@@ -25,6 +25,11 @@
 //     compute   [ segment 1 ][ segment 2 ][ segment 3 ] ...  [ back 3 ][ back 2 ][ back 1 ]
 //     copies           [ x1 out ]  [ x2 out ]                [ x2 in ]  [ x1 in ]
 //
+// A rank of a pipeline has a store for each of its chunks (pipeline.cu): a range of units, of whose first the input comes from another
+// rank, or from the chunk before if that lies here, too; then the two share the memory between them. Scratch, and what segments
+// share, is that of the first chunk. Where backward is split, what the gradients of the weights are computed from later is pending: memory
+// of its own, for as many micro-batches as wait between the two phases.
+//
 // Nothing of all this changes a bit of any result: what is made again is made by the same calls (block_calls).
 // Read next: pipeline.cu.
 #pragma once
@@ -34,6 +39,7 @@ typedef enum {
     ACTS_FORWARD,
     ACTS_AGAIN,    // forward once more, in backward
     ACTS_BACKWARD,
+    ACTS_WEIGHTS,  // gradients of the weights, where backward is split
 } ActPass;
 
 typedef struct {
@@ -43,16 +49,21 @@ typedef struct {
 
 typedef struct {
     int64_t B, T;           // of the micro-batch that is in the slot now; at most the sizes given to acts_init
+    int64_t first_logits;   // of mode FORWARD_LOGITS, see Acts
     ForwardMode mode;
-    int32_t *tokens, *targets; // (B,T) in the backend's memory
-    void **x;               // by unit: the residual stream that enters it, (B,T,C); null for the embedding
-    void *dx;               // gradient of the residual stream, (B,T,C)
+    int mb;                 // of this update
+    int32_t *tokens, *targets; // (B,T) in the backend's memory; null in chunks without the embedding, or the head
+    void **x;               // by unit: the residual stream that enters it, (B*T/tp,C); null for the embedding
+    void *dx;               // gradient of the residual stream, (B*T/tp,C)
     void **saved;           // [unit * ACT_COUNT + role], null where the unit has no such activation
-    char *host;             // checkpoints of all segments, (n_segments,B,T,C) in pinned memory; null without cpu_checkpointing
+    char *host;             // checkpoints of all segments, (n_segments,B*T/tp,C) in pinned memory; null without cpu_checkpointing
     bool host_pinned;
+    Event here;             // with several stages: what was received last has come
+    Event x_sent, dx_sent;  // the output has left, the gradient of the input has
+    Event begun, through;   // of the computation for the micro-batch
 } ActSlot;
 
-// What decides how much memory a store takes: room for n_slots micro-batches of (B,T). Without backward there is no dx, and
+// What decides how much memory a store takes: room for n_slots micro-batches of (B,T), T the tokens that this rank has of a sample. Without backward there is no dx, and
 // all blocks share one set of activations.
 typedef struct {
     const Model *model;
@@ -62,12 +73,17 @@ typedef struct {
     RecomputePolicy policy;
     int n_segments;         // of the blocks: what lies between two checkpoints; in 1..L, and L but for policy block
     bool cpu_checkpointing;
+    int first, last;        // units
+    int n_pending;          // micro-batches between the two phases of backward; 0 if it is one
+    bool taken_over;        // the input, and its gradient, are those of the chunk before, which lies on this rank
+    bool borrows;           // another chunk's scratch, and what its segments share
+    int longest;            // blocks in the longest segment of all chunks of this rank
 } ActLayout;
 
 // Checkpoints on their way between the host and the device.
 enum { CHECKPOINT_BUFFERS = 2 };
 typedef struct {
-    void *data;             // (B,T,C)
+    void *data;             // (B*T/tp,C)
     int64_t holds;          // slot * n_segments + segment whose checkpoint it is, or -1
     Event copied;           // the last copy out of it, or into it, is done
 } CheckpointBuffer;
@@ -80,11 +96,12 @@ typedef struct {
     void *scratch[ACT_COUNT];
     void **shared;          // [position in the segment * ACT_COUNT + role]: what is recomputed
     void **shared_x;        // [position]: the residual stream inside a segment; null at position 0
+    void **pending;         // [(micro-batch % n_pending * n_units + unit) * ACT_COUNT + role]
     CheckpointBuffer buffer[CHECKPOINT_BUFFERS];
     Stream copies;          // null without cpu_checkpointing
     Event computed;         // orders the copies behind the computation: recorded, and at once waited for
-    ActVisit *forward, *backward; // the passes over all units
-    int n_forward, n_backward;
+    ActVisit *forward, *backward, *weights; // the passes over the chunk's units
+    int n_forward, n_backward, n_weights;
     bool synchronize;       // the host waits for the device at each boundary between segments
     Event *mark[2];         // forward and backward: n_segments + 1 boundaries each, as they are passed; null without profile
     float dloss;            // see Acts.dloss
@@ -94,56 +111,74 @@ typedef struct {
 // ---------------------------------------------------------------------------------------------------------------
 // Segments: as even as can be, those with one block more spread over the model
 
-static int acts_segment_first(const ActLayout *l, int segment) { return 1 + (int)(segment * l->model->L / l->n_segments); }
+static int acts_first_block(const ActLayout *l) { return (int)max_i64(1, l->first); }
+static int acts_n_blocks(const ActLayout *l) { return (int)min_i64(l->last, l->model->L) - acts_first_block(l) + 1; }
+static int acts_segment_first(const ActLayout *l, int segment) { return acts_first_block(l) + segment * acts_n_blocks(l) / l->n_segments; }
 static int acts_segment_last(const ActLayout *l, int segment) { return acts_segment_first(l, segment + 1) - 1; }
-static int acts_segment_of(const ActLayout *l, int unit) { return (int)(((int64_t)unit * l->n_segments - 1) / l->model->L); }
+static int acts_segment_of(const ActLayout *l, int unit) { return (int)(((int64_t)(unit - acts_first_block(l) + 1) * l->n_segments - 1) / acts_n_blocks(l)); }
 static int acts_position(const ActLayout *l, int unit) { return unit - acts_segment_first(l, acts_segment_of(l, unit)); }
-static int acts_segment_length(const ActLayout *l) { return (int)ceil_div(l->model->L, l->n_segments); } // of the longest
 
 static bool acts_is_block(const ActLayout *l, int unit) { return l->model->table.unit[unit].kind == UNIT_BLOCK; }
+static bool acts_has_head(const ActLayout *l) { return l->last == l->model->table.n_units - 1; }
 
-// The layout that a configuration asks for.
+// Cuts the blocks of a layout's units as the configuration asks for.
+static void acts_cut_segments(ActLayout *l, const ActivationCheckpointingConfig *c) {
+    int blocks = acts_n_blocks(l);
+    l->n_segments = blocks;
+    if (l->policy == RECOMPUTE_BLOCK && c->activation_checkpoint_interval > 0) l->n_segments = (int)ceil_div(blocks, c->activation_checkpoint_interval);
+    else if (l->policy == RECOMPUTE_BLOCK && c->number_checkpoints > 0) // of the whole model: this chunk's share
+        l->n_segments = (int)min_i64(blocks, max_i64(1, c->number_checkpoints * blocks / l->model->L));
+    l->longest = (int)ceil_div(blocks, l->n_segments);
+}
+
+// The layout that a configuration asks for, of the whole model.
 static ActLayout acts_layout(const Config *cfg, const Model *m, int n_slots, int64_t B, bool with_backward) {
     const ActivationCheckpointingConfig *c = &cfg->activation_checkpointing;
-    int64_t segments = c->activation_checkpoint_interval > 0 ? ceil_div(m->L, c->activation_checkpoint_interval) : c->number_checkpoints;
-    ActLayout l = {m, n_slots, B, cfg->run.seq_len, with_backward, with_backward ? c->policy : RECOMPUTE_NONE, (int)m->L, false};
-    if (l.policy < RECOMPUTE_BLOCK) return l;
-    if (segments > 0) l.n_segments = (int)min_i64(segments, m->L);
-    l.cpu_checkpointing = c->cpu_checkpointing;
+    ActLayout l = {m, n_slots, B, cfg->run.seq_len / m->sp.size, with_backward, with_backward ? c->policy : RECOMPUTE_NONE, 0, false, 0, m->table.n_units - 1, 0, false, false, 0};
+    l.cpu_checkpointing = l.policy == RECOMPUTE_BLOCK && c->cpu_checkpointing;
+    acts_cut_segments(&l, c);
     return l;
 }
 
-// The units of a pass over the model, in order, into visit[0..2 * n_units); returns how many.
-static int acts_visits(const ActLayout *l, bool forward, ActVisit *visit) {
-    int head = l->model->table.n_units - 1, n = 0;
-    for (int u = 0; forward && u <= head; u++) visit[n++] = {u, ACTS_FORWARD};
-    if (forward) return n;
-    visit[n++] = {head, ACTS_BACKWARD};
+// The units of a pass over the chunk, in order, into visit[0..2 * n_units); returns how many.
+static int acts_visits(const ActLayout *l, ActPass pass, ActVisit *visit) {
+    int n = 0;
+    for (int u = l->first; pass == ACTS_FORWARD && u <= l->last; u++) visit[n++] = {u, ACTS_FORWARD};
+    for (int u = l->last; pass == ACTS_WEIGHTS && u >= l->first; u--) if (acts_is_block(l, u)) visit[n++] = {u, ACTS_WEIGHTS};
+    if (pass != ACTS_BACKWARD) return n;
+    if (acts_has_head(l)) visit[n++] = {l->last, ACTS_BACKWARD};
     for (int s = l->n_segments - 1; s >= 0; s--) {
         int first = acts_segment_first(l, s), last = acts_segment_last(l, s);
         for (int u = first; u < last; u++) visit[n++] = {u, ACTS_AGAIN};
         for (int u = last; u >= first; u--) visit[n++] = {u, ACTS_BACKWARD};
     }
-    visit[n++] = {0, ACTS_BACKWARD};
+    if (l->first == 0) visit[n++] = {0, ACTS_BACKWARD};
     return n;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // The layout: bytes of each buffer, 0 where there is none or a unit uses another's. A planner needs no more than this.
 
+static int64_t acts_role_bytes(const ActLayout *l, int role) { return tensor_bytes(act_tensor(l->model, (ActRole)role, l->B, l->T, NULL)); }
+
 static int64_t acts_scratch_bytes(const ActLayout *l, int role) {
-    return act_descs[role].keep == ACT_SCRATCH ? tensor_bytes(act_tensor(l->model, (ActRole)role, l->B, l->T, NULL)) : 0;
+    return act_descs[role].keep == ACT_SCRATCH && !l->borrows ? acts_role_bytes(l, role) : 0;
 }
 
-static int64_t acts_tokens_bytes(const ActLayout *l) { return l->B * l->T * 4; }
+static int64_t acts_tokens_bytes(const ActLayout *l) { return l->first == 0 ? l->B * l->T * 4 : 0; }
+static int64_t acts_targets_bytes(const ActLayout *l) { return acts_has_head(l) ? l->B * l->T * 4 : 0; }
 
-static int64_t acts_stream_bytes(const ActLayout *l) { return l->B * l->T * l->model->C * dtype_bytes(l->model->dtype); } // one x
-static int64_t acts_dx_bytes(const ActLayout *l) { return l->with_backward ? acts_stream_bytes(l) : 0; }
+static int64_t acts_stream_bytes(const ActLayout *l) { return tensor_bytes(stream_tensor(l->model, l->B, l->T, NULL)); } // one x
+static int64_t acts_dx_bytes(const ActLayout *l) { return l->with_backward && !l->taken_over ? acts_stream_bytes(l) : 0; }
 
-// The residual stream that enters a unit. Without backward two buffers take turns: a unit reads one and writes the other.
+// The residual stream that enters a unit, or leaves the last one of a chunk. Without backward two buffers take turns: a unit reads one
+// and writes the other. What comes from another rank is not the host's to keep.
 static int64_t acts_x_bytes(const ActLayout *l, int unit) {
-    if (unit == 0 || (!l->with_backward && unit > 2)) return 0;
-    if (acts_is_block(l, unit) && (acts_position(l, unit) > 0 || l->cpu_checkpointing)) return 0; // shared
+    int first = (int)max_i64(1, l->first);
+    if (unit < first || unit > (acts_has_head(l) ? l->last : l->last + 1)) return 0;
+    if (unit == l->first) return l->taken_over ? 0 : acts_stream_bytes(l);
+    if (!l->with_backward && unit > first + 1) return 0;
+    if (unit <= l->last && acts_is_block(l, unit) && (acts_position(l, unit) > 0 || l->cpu_checkpointing)) return 0; // shared
     return acts_stream_bytes(l);
 }
 
@@ -151,28 +186,35 @@ static bool acts_recomputes(const ActLayout *l, int role) { return act_descs[rol
 
 static int64_t acts_saved_bytes(const ActLayout *l, int unit, int role) {
     UnitKind kind = l->model->table.unit[unit].kind;
+    if (unit < l->first || unit > l->last) return 0;
     if (act_descs[role].keep != ACT_SAVED || act_descs[role].unit != kind || acts_recomputes(l, role)) return 0;
-    if (!l->with_backward && kind == UNIT_BLOCK && unit > 1) return 0; // the first block's
-    return tensor_bytes(act_tensor(l->model, (ActRole)role, l->B, l->T, NULL));
+    if (!l->with_backward && kind == UNIT_BLOCK && unit > acts_first_block(l)) return 0; // the first block's
+    return acts_role_bytes(l, role);
 }
 
 // What is recomputed of a block at a position in its segment.
-static int64_t acts_shared_bytes(const ActLayout *l, int role) {
-    return acts_recomputes(l, role) ? tensor_bytes(act_tensor(l->model, (ActRole)role, l->B, l->T, NULL)) : 0;
+static int64_t acts_shared_bytes(const ActLayout *l, int role) { return acts_recomputes(l, role) && !l->borrows ? acts_role_bytes(l, role) : 0; }
+
+// Does a block keep this for the gradients of its weights, where these come later?
+static bool acts_is_pending(const ActLayout *l, int role) {
+    return l->n_pending > 0 && (act_descs[role].keep == ACT_PENDING || (act_descs[role].for_weights && acts_recomputes(l, role)));
+}
+static int64_t acts_pending_bytes(const ActLayout *l, int unit, int role) {
+    return unit >= l->first && unit <= l->last && acts_is_block(l, unit) && acts_is_pending(l, role) ? acts_role_bytes(l, role) : 0;
 }
 
 static int acts_n_buffers(const ActLayout *l) { return l->cpu_checkpointing ? (int)min_i64(CHECKPOINT_BUFFERS, l->n_segments) : 0; }
 
 // All that acts_init allocates on the device.
 static int64_t acts_bytes(const ActLayout *l) {
-    int64_t shared = 0, slot = 2 * acts_tokens_bytes(l) + acts_dx_bytes(l), length = acts_segment_length(l);
-    for (int r = 0; r < ACT_COUNT; r++) shared += acts_scratch_bytes(l, r) + length * acts_shared_bytes(l, r);
-    shared += (length - 1 + acts_n_buffers(l)) * acts_stream_bytes(l);
-    for (int u = 0; u < l->model->table.n_units; u++) {
+    int64_t shared = acts_n_buffers(l) * acts_stream_bytes(l), slot = acts_tokens_bytes(l) + acts_targets_bytes(l) + acts_dx_bytes(l), pending = 0;
+    for (int r = 0; r < ACT_COUNT; r++) shared += acts_scratch_bytes(l, r) + l->longest * acts_shared_bytes(l, r);
+    if (!l->borrows) shared += (l->longest - 1) * acts_stream_bytes(l);
+    for (int u = 0; u <= l->model->table.n_units; u++) {
         slot += acts_x_bytes(l, u);
-        for (int r = 0; r < ACT_COUNT; r++) slot += acts_saved_bytes(l, u, r);
+        for (int r = 0; r < ACT_COUNT && u < l->model->table.n_units; r++) slot += acts_saved_bytes(l, u, r), pending += acts_pending_bytes(l, u, r);
     }
-    return shared + l->n_slots * slot;
+    return shared + l->n_slots * slot + l->n_pending * pending;
 }
 
 // And in host memory.
@@ -183,7 +225,8 @@ static int64_t acts_host_bytes(const ActLayout *l) { return l->n_slots * acts_sl
 // last of a segment the last product, too, whose result the next one starts from.
 static double acts_flops_per_token(const ActLayout *l) {
     const Model *m = l->model;
-    return (double)m->L * recompute_flops_per_token(m, l->policy, l->T) + (double)(m->L - l->n_segments) * 2 * (double)m->C * (double)m->F;
+    const double blocks = acts_n_blocks(l);
+    return blocks * recompute_flops_per_token(m, l->policy, l->T * m->sp.size) + (blocks - l->n_segments) * 2 * (double)m->C * (double)m->F;
 }
 
 // What the policy in force does to a micro-batch, for a table: what it saves of the device's memory against keeping everything, and
@@ -196,10 +239,11 @@ typedef struct {
 static ActCost acts_cost(const ActLayout *l) {
     ActLayout all = *l;
     all.policy = RECOMPUTE_NONE;
-    all.n_segments = (int)l->model->L;
+    all.n_segments = acts_n_blocks(l);
+    all.longest = 1;
     all.cpu_checkpointing = false;
-    ActCost c = {acts_bytes(l), acts_bytes(&all) - acts_bytes(l), acts_host_bytes(l), l->B * l->T * l->model->L * recompute_bytes_per_token(l->model, l->policy),
-                 acts_flops_per_token(l) / model_flops_per_token(l->model, l->T)};
+    ActCost c = {acts_bytes(l), acts_bytes(&all) - acts_bytes(l), acts_host_bytes(l), l->B * l->T * acts_n_blocks(l) * recompute_bytes_per_token(l->model, l->policy),
+                 acts_flops_per_token(l) / model_flops_per_token(l->model, l->T * l->model->sp.size)};
     return c;
 }
 
@@ -214,24 +258,26 @@ static void *acts_alloc(ActStore *a, int64_t bytes) {
 static void acts_init_slot(ActStore *a, ActSlot *s) {
     const ActLayout *l = &a->layout;
     const Model *m = a->model;
-    int n_units = m->table.n_units;
+    int n_units = m->table.n_units, first_block = acts_first_block(l);
     s->B = l->B;
     s->T = l->T;
     s->tokens = (int32_t *)acts_alloc(a, acts_tokens_bytes(l));
-    s->targets = (int32_t *)acts_alloc(a, acts_tokens_bytes(l));
+    s->targets = (int32_t *)acts_alloc(a, acts_targets_bytes(l));
     s->x = (void **)host_alloc(sizeof(void *) * (size_t)(n_units + 1));
     s->saved = (void **)host_alloc(sizeof(void *) * (size_t)(n_units * ACT_COUNT));
     s->dx = acts_alloc(a, acts_dx_bytes(l));
-    for (int u = 0; u < n_units; u++) {
-        bool block = acts_is_block(l, u);
+    Event *events[] = {&s->here, &s->x_sent, &s->dx_sent, &s->begun, &s->through};
+    for (int i = 0; i < 5; i++) *events[i] = event_create();
+    for (int u = l->first; u <= l->last + 1; u++) {
+        bool block = u <= l->last && acts_is_block(l, u);
         int position = block ? acts_position(l, u) : 0;
         s->x[u] = acts_alloc(a, acts_x_bytes(l, u));
-        if (!s->x[u] && !l->with_backward && u > 2) s->x[u] = s->x[u - 2];
-        else if (!s->x[u] && block) s->x[u] = position > 0 ? a->shared_x[position] : a->buffer[acts_segment_of(l, u) % CHECKPOINT_BUFFERS].data;
-        for (int r = 0; r < ACT_COUNT; r++) {
+        if (!s->x[u] && !l->with_backward && u > first_block + 1 && u < n_units) s->x[u] = s->x[u - 2];
+        else if (!s->x[u] && block && u > l->first) s->x[u] = position > 0 ? a->shared_x[position] : a->buffer[acts_segment_of(l, u) % CHECKPOINT_BUFFERS].data;
+        for (int r = 0; r < ACT_COUNT && u <= l->last; r++) {
             void **saved = &s->saved[u * ACT_COUNT + r];
             *saved = acts_alloc(a, acts_saved_bytes(l, u, r));
-            if (!*saved && block) *saved = acts_recomputes(l, r) ? a->shared[position * ACT_COUNT + r] : s->saved[1 * ACT_COUNT + r];
+            if (!*saved && block) *saved = acts_recomputes(l, r) ? a->shared[position * ACT_COUNT + r] : s->saved[first_block * ACT_COUNT + r];
         }
     }
     if (!l->cpu_checkpointing) return;
@@ -241,8 +287,23 @@ static void acts_init_slot(ActStore *a, ActSlot *s) {
         note("activation_checkpointing.cpu_checkpointing: the system refuses to pin %.1f MiB of host memory; training goes on without, and waits for the copies; raise the limit on locked memory", (double)acts_slot_host_bytes(l) / (1 << 20));
 }
 
-// profile, synchronize: see ActStore.mark and synchronize.
-static void acts_init(ActStore *a, ActLayout layout, bool profile, bool synchronize) {
+// Scratch, and what segments share: of its own, or the lender's.
+static void acts_init_shared(ActStore *a, const ActStore *lender) {
+    const ActLayout *l = &a->layout;
+    int n_units = a->model->table.n_units;
+    a->shared = (void **)host_alloc(sizeof(void *) * (size_t)(l->longest * ACT_COUNT));
+    a->shared_x = (void **)host_alloc(sizeof(void *) * (size_t)l->longest);
+    for (int r = 0; r < ACT_COUNT; r++) a->scratch[r] = l->borrows ? lender->scratch[r] : acts_alloc(a, acts_scratch_bytes(l, r));
+    for (int i = 0; i < l->longest; i++) {
+        a->shared_x[i] = l->borrows ? lender->shared_x[i] : i > 0 ? acts_alloc(a, acts_stream_bytes(l)) : NULL;
+        for (int r = 0; r < ACT_COUNT; r++) a->shared[i * ACT_COUNT + r] = l->borrows ? lender->shared[i * ACT_COUNT + r] : acts_alloc(a, acts_shared_bytes(l, r));
+    }
+    a->pending = (void **)host_alloc(sizeof(void *) * (size_t)(l->n_pending * n_units * ACT_COUNT));
+    for (int i = 0; i < l->n_pending * n_units * ACT_COUNT; i++) a->pending[i] = acts_alloc(a, acts_pending_bytes(l, i / ACT_COUNT % n_units, i % ACT_COUNT));
+}
+
+// lender: the store of this rank's first chunk, for those that borrow. profile, synchronize: see ActStore.mark and synchronize.
+static void acts_init(ActStore *a, ActLayout layout, const ActStore *lender, bool profile, bool synchronize) {
     const Model *m = layout.model;
     const ActLayout *l = &a->layout;
     memset(a, 0, sizeof *a);
@@ -250,21 +311,16 @@ static void acts_init(ActStore *a, ActLayout layout, bool profile, bool synchron
     a->model = m;
     a->n_slots = layout.n_slots;
     a->synchronize = synchronize && l->policy != RECOMPUTE_NONE;
-    CHECK(l->n_segments >= 1 && l->n_segments <= m->L && (l->policy == RECOMPUTE_BLOCK || l->n_segments == m->L), "%d segments of %" PRId64 " blocks", l->n_segments, m->L);
+    CHECK(l->n_segments >= 1 && l->n_segments <= acts_n_blocks(l) && (l->policy == RECOMPUTE_BLOCK || l->n_segments == acts_n_blocks(l)), "%d segments of %d blocks", l->n_segments, acts_n_blocks(l));
     CHECK(l->policy != RECOMPUTE_GELU || m->gelu_apart, "GELU is computed from values that are not stored");
     size_t visits = sizeof(ActVisit) * 2 * (size_t)m->table.n_units;
     a->forward = (ActVisit *)host_alloc(visits);
     a->backward = (ActVisit *)host_alloc(visits);
-    a->n_forward = acts_visits(l, true, a->forward);
-    if (l->with_backward) a->n_backward = acts_visits(l, false, a->backward);
-    int length = acts_segment_length(l);
-    a->shared = (void **)host_alloc(sizeof(void *) * (size_t)(length * ACT_COUNT));
-    a->shared_x = (void **)host_alloc(sizeof(void *) * (size_t)length);
-    for (int r = 0; r < ACT_COUNT; r++) a->scratch[r] = acts_alloc(a, acts_scratch_bytes(l, r));
-    for (int i = 0; i < length; i++) {
-        a->shared_x[i] = i > 0 ? acts_alloc(a, acts_stream_bytes(l)) : NULL;
-        for (int r = 0; r < ACT_COUNT; r++) a->shared[i * ACT_COUNT + r] = acts_alloc(a, acts_shared_bytes(l, r));
-    }
+    a->weights = (ActVisit *)host_alloc(visits);
+    a->n_forward = acts_visits(l, ACTS_FORWARD, a->forward);
+    if (l->with_backward) a->n_backward = acts_visits(l, ACTS_BACKWARD, a->backward);
+    if (l->n_pending > 0) a->n_weights = acts_visits(l, ACTS_WEIGHTS, a->weights);
+    acts_init_shared(a, lender);
     if (l->cpu_checkpointing) a->copies = stream_create();
     a->computed = event_create();
     for (int i = 0; i < acts_n_buffers(l); i++) {
@@ -284,8 +340,9 @@ static void acts_init(ActStore *a, ActLayout layout, bool profile, bool synchron
 static void acts_free(ActStore *a) {
     const ActLayout *l = &a->layout;
     if (a->copies) stream_sync(a->copies);
-    for (int r = 0; r < ACT_COUNT; r++) device_free(a->scratch[r]);
-    for (int i = 0; i < acts_segment_length(l); i++) {
+    for (int r = 0; r < ACT_COUNT && !l->borrows; r++) device_free(a->scratch[r]);
+    for (int i = 0; i < l->n_pending * a->model->table.n_units * ACT_COUNT; i++) device_free(a->pending[i]);
+    for (int i = 0; i < l->longest && !l->borrows; i++) {
         device_free(a->shared_x[i]);
         for (int r = 0; r < ACT_COUNT; r++) device_free(a->shared[i * ACT_COUNT + r]);
     }
@@ -293,12 +350,14 @@ static void acts_free(ActStore *a) {
         ActSlot *s = &a->slot[i];
         device_free(s->tokens);
         device_free(s->targets);
-        for (int u = 0; u < a->model->table.n_units; u++) {
+        for (int u = l->first; u <= l->last + 1; u++) {
             if (acts_x_bytes(l, u)) device_free(s->x[u]);
-            for (int r = 0; r < ACT_COUNT; r++)
+            for (int r = 0; r < ACT_COUNT && u <= l->last; r++)
                 if (acts_saved_bytes(l, u, r)) device_free(s->saved[u * ACT_COUNT + r]);
         }
-        device_free(s->dx);
+        if (acts_dx_bytes(l)) device_free(s->dx);
+        Event events[] = {s->here, s->x_sent, s->dx_sent, s->begun, s->through};
+        for (int k = 0; k < 5; k++) event_destroy(events[k]);
         pinned_region_free(s->host, acts_slot_host_bytes(l), s->host_pinned);
         free(s->x);
         free(s->saved);
@@ -315,8 +374,10 @@ static void acts_free(ActStore *a) {
     event_destroy(a->computed);
     free(a->shared);
     free(a->shared_x);
+    free(a->pending);
     free(a->forward);
     free(a->backward);
+    free(a->weights);
     free(a->slot);
 }
 
@@ -335,7 +396,7 @@ static void copies_wait(ActStore *a) {
 
 static void *checkpoint_host(const ActStore *a, const ActSlot *s, int segment) { return s->host + segment * acts_stream_bytes(&a->layout); }
 
-static int64_t checkpoint_bytes(const ActStore *a, const ActSlot *s) { return s->B * s->T * a->model->C * dtype_bytes(a->model->dtype); }
+static int64_t checkpoint_bytes(const ActStore *a, const ActSlot *s) { return tensor_bytes(stream_tensor(a->model, s->B, s->T, NULL)); }
 
 // A unit is about to write this segment's checkpoint: what the buffer held has left it.
 static void checkpoint_overwrite(ActStore *a, int segment) {
@@ -353,11 +414,14 @@ static void checkpoint_store(ActStore *a, ActSlot *s, int segment) {
     b->holds = checkpoint_number(a, s, segment);
 }
 
+// The input of a chunk that begins with a block lies in its slot, where it came from another rank: no copy takes it anywhere.
+static bool checkpoint_stays(const ActLayout *l, int segment) { return segment == 0 && l->first > 0; }
+
 // Starts to bring a checkpoint back, unless it is there still. Whoever computed with what the buffer holds is done by the time
 // that the computation comes to this point.
 static void checkpoint_fetch(ActStore *a, ActSlot *s, int segment) {
     CheckpointBuffer *b = checkpoint_buffer(a, segment);
-    if (b->holds == checkpoint_number(a, s, segment)) return;
+    if (checkpoint_stays(&a->layout, segment) || b->holds == checkpoint_number(a, s, segment)) return;
     copies_wait(a);
     device_copy(b->data, checkpoint_host(a, s, segment), checkpoint_bytes(a, s), COPY_TO_DEVICE, a->copies);
     event_record(b->copied, a->copies);
@@ -381,22 +445,29 @@ static int acts_boundary(const ActLayout *l, ActVisit v) {
 static void acts_pass_boundary(ActStore *a, ActSlot *s, ActVisit v) {
     const ActLayout *l = &a->layout;
     int boundary = acts_boundary(l, v);
+    if (v.pass == ACTS_WEIGHTS) return;
     if (boundary >= 0 && a->mark[0]) event_record(a->mark[v.pass != ACTS_FORWARD][boundary], a->model->stream);
     if (boundary >= 0 && a->synchronize) stream_sync(a->model->stream);
     if (!a->copies || v.pass == ACTS_FORWARD) return;
-    if (v.unit == a->model->table.n_units - 1) checkpoint_fetch(a, s, l->n_segments - 1); // the head takes long enough
+    if (!acts_is_block(l, v.unit) && v.unit > 0) checkpoint_fetch(a, s, l->n_segments - 1); // the head takes long enough
     if (boundary < 0 || v.unit == 0) return;
     int segment = acts_segment_of(l, v.unit);
     checkpoint_fetch(a, s, segment);
-    stream_wait_event(a->model->stream, checkpoint_buffer(a, segment)->copied);
+    if (!checkpoint_stays(l, segment)) stream_wait_event(a->model->stream, checkpoint_buffer(a, segment)->copied);
     if (segment > 0) checkpoint_fetch(a, s, segment - 1);
 }
 
 // The segment whose checkpoint this visit writes into a buffer, or -1.
 static int acts_written_checkpoint(const ActStore *a, ActVisit v) {
     int next = v.unit + 1;
-    bool writes = a->copies && v.pass == ACTS_FORWARD && next < a->model->table.n_units && acts_is_block(&a->layout, next) && acts_position(&a->layout, next) == 0;
+    bool writes = a->copies && v.pass == ACTS_FORWARD && next <= a->layout.last && acts_is_block(&a->layout, next) && acts_position(&a->layout, next) == 0;
     return writes ? acts_segment_of(&a->layout, next) : -1;
+}
+
+// The chunk goes on with what the chunk before, on this rank, has in its slot: its output, and the memory for the gradient of that.
+static void acts_take_over(const ActStore *a, ActSlot *s, const ActSlot *before) {
+    s->x[a->layout.first] = before->x[a->layout.first];
+    s->dx = before->dx;
 }
 
 // The activations of a unit for the micro-batch in the slot. Valid until acts_end.
@@ -412,13 +483,15 @@ static Acts acts_begin(ActStore *a, ActSlot *s, ActVisit v) {
     acts.T = s->T;
     acts.mode = s->mode;
     acts.dloss = a->dloss;
+    if (s->mode == FORWARD_LOGITS) acts.first_logits = s->first_logits;
     acts.tokens = s->tokens;
     acts.targets = s->targets;
-    if (s->x[unit]) acts.x_in = tensor3(s->x[unit], m->dtype, s->B, s->T, m->C);
-    if (unit + 1 < m->table.n_units) acts.x_out = tensor3(s->x[unit + 1], m->dtype, s->B, s->T, m->C);
-    if (s->dx) acts.dx = tensor3(s->dx, m->dtype, s->B, s->T, m->C);
+    if (s->x[unit]) acts.x_in = stream_tensor(m, s->B, s->T, s->x[unit]);
+    if (s->x[unit + 1]) acts.x_out = stream_tensor(m, s->B, s->T, s->x[unit + 1]);
+    if (s->dx) acts.dx = stream_tensor(m, s->B, s->T, s->dx);
     for (int r = 0; r < ACT_COUNT; r++) {
         void *data = act_descs[r].keep == ACT_SCRATCH ? a->scratch[r] : s->saved[unit * ACT_COUNT + r];
+        if (v.pass != ACTS_FORWARD && acts_is_block(l, unit) && acts_is_pending(l, r)) data = a->pending[(s->mb % l->n_pending * m->table.n_units + unit) * ACT_COUNT + r];
         if (data) acts.act[r] = act_tensor(m, (ActRole)r, s->B, s->T, data);
     }
     // Of a segment that has run forward again, only the last block's activations are still to be made.
@@ -428,8 +501,12 @@ static Acts acts_begin(ActStore *a, ActSlot *s, ActVisit v) {
 
 // The unit's forward or backward is enqueued. What is saved stays where it is; a checkpoint leaves for the host.
 static void acts_end(ActStore *a, ActSlot *s, ActVisit v) {
+    const ActLayout *l = &a->layout;
     int written = acts_written_checkpoint(a, v);
     if (written >= 0 && s->mode == FORWARD_TRAIN) checkpoint_store(a, s, written);
+    // The last boundary of a chunk without head, or without embedding, is where it ends.
+    bool ends = acts_is_block(l, v.unit) && (v.pass == ACTS_FORWARD ? v.unit == l->last : v.pass == ACTS_BACKWARD && v.unit == l->first);
+    if (ends && s->mode == FORWARD_TRAIN && a->mark[0]) event_record(a->mark[v.pass != ACTS_FORWARD][l->n_segments], a->model->stream);
 }
 
 // profile: milliseconds of each segment's forward and backward (recomputation included), n_segments each, of the micro-batch that

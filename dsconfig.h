@@ -127,10 +127,12 @@ typedef struct {
 } ActivationCheckpointingConfig;
 
 typedef enum { PIPELINE_1F1B, PIPELINE_GPIPE, PIPELINE_INTERLEAVED, PIPELINE_ZB_H1, PIPELINE_ZB_V } PipelineSchedule;
+typedef enum { PARTITION_BEST, PARTITION_UNIFORM, PARTITION_PARAMETERS } PipelinePartition; // the first is the last
 
 typedef struct {
     int64_t tensor, pipeline, sequence, data; // degrees; their product is the number of ranks
     PipelineSchedule pipeline_schedule;
+    PipelinePartition pipeline_partition;
     int64_t virtual_pipeline;                 // model chunks a stage; 1 unless Interleaved or ZB-V
 } ParallelConfig;
 

@@ -171,16 +171,38 @@ static void config_resolve_model(ConfigReader *r) {
     }
 }
 
+// What parallel degrees must divide. Each degree by itself first, so that the product is only blamed for what it alone does.
+typedef struct {
+    const char *key, *verb, *what;
+    int64_t degree, size;
+} SplitRule;
+
+enum { SPLIT_RULES = 8 };
+
+static void config_split_rules(const Config *c, SplitRule rule[SPLIT_RULES]) {
+    const ParallelConfig *p = &c->parallel;
+    const ModelConfig *m = &c->model;
+    const char *tensor = "tensor_model_parallel_size", *sequence = "sequence_parallel_size", *alone = "does not divide", *both = "times tensor_model_parallel_size does not divide";
+    const int64_t T = c->run.seq_len, product = p->tensor * p->sequence;
+    bool fits = m->n_head % p->tensor == 0 && m->n_head % p->sequence == 0 && T % p->tensor == 0 && T % p->sequence == 0;
+    const SplitRule all[SPLIT_RULES] = {
+        {tensor, alone, "heads", p->tensor, m->n_head}, {tensor, alone, "channels", p->tensor, m->n_embd}, {tensor, alone, "channels inside the MLP", p->tensor, m->n_inner},
+        {tensor, alone, "tokens of a sample", p->tensor, T}, {sequence, alone, "heads", p->sequence, m->n_head}, {sequence, alone, "tokens of a sample", p->sequence, T},
+        {sequence, both, "heads", fits ? product : 1, m->n_head}, {sequence, both, "tokens of a sample", fits ? product : 1, T},
+    };
+    memcpy(rule, all, sizeof all);
+}
+
 static void config_resolve_parallel(ConfigReader *r) {
     Config *c = r->config;
     ParallelConfig *p = &c->parallel;
     const ModelConfig *m = &c->model;
     if (c->compat.sequence_parallel && !config_given(c, "sequence_parallel_size")) {
         int64_t ranks = c->world / max_i64(1, p->pipeline), T = c->run.seq_len;
-        p->sequence = p->tensor > 1 ? p->tensor : 1;
+        p->sequence = 1;
         if (p->tensor == 1) for (int64_t d = 1; d <= ranks; d++) if (ranks % d == 0 && m->n_head % d == 0 && T % d == 0) p->sequence = d;
-        if (p->tensor > 1 && c->world % (p->tensor * p->pipeline * p->sequence) != 0)
-            p->sequence = 1; // the tensor ranks share the sequence between them
+        const int64_t square = p->tensor * p->tensor; // else the tensor-parallel ranks share the tokens outside attention between them, and that is all
+        if (p->tensor > 1 && ranks % square == 0 && m->n_head % square == 0 && T % square == 0) p->sequence = p->tensor;
         config_derive(r, "sequence_parallel_size", ORIGIN_DERIVED);
         config_say_key(r, CONFIG_INFO, "sequence_parallel.enabled", "without a degree: sequence_parallel_size = %" PRId64, p->sequence);
     }
@@ -235,17 +257,11 @@ static void config_resolve_parallel(ConfigReader *r) {
     if (m->n_layer && p->pipeline > 1 && m->n_layer < p->pipeline * p->virtual_pipeline)
         config_say_key(r, CONFIG_PROBLEM, "pipeline_model_parallel_size",
                        "x %" PRId64 " chunks is more than the model's %" PRId64 " layers; lower it", p->virtual_pipeline, m->n_layer);
-    const struct { const char *key, *what; int64_t degree, size; } split[] = {
-        {"tensor_model_parallel_size", "heads", p->tensor, m->n_head},
-        {"tensor_model_parallel_size", "channels", p->tensor, m->n_embd},
-        {"tensor_model_parallel_size", "channels inside the MLP", p->tensor, m->n_inner},
-        {"sequence_parallel_size", "heads", p->sequence, m->n_head},
-        {"sequence_parallel_size", "tokens of a sample", p->sequence, c->run.seq_len},
-    };
-    for (size_t i = 0; i < sizeof split / sizeof *split; i++)
-        if (split[i].size % split[i].degree != 0)
-            config_say_key(r, CONFIG_PROBLEM, split[i].key, "does not divide the model's %" PRId64 " %s; choose a divisor", split[i].size,
-                           split[i].what);
+    SplitRule rule[SPLIT_RULES];
+    config_split_rules(c, rule);
+    for (int i = 0; i < SPLIT_RULES; i++)
+        if (rule[i].size % rule[i].degree != 0)
+            config_say_key(r, CONFIG_PROBLEM, rule[i].key, "%s the model's %" PRId64 " %s; choose a divisor", rule[i].verb, rule[i].size, rule[i].what);
 }
 
 static void config_resolve_precision(ConfigReader *r) {
@@ -442,7 +458,11 @@ static void config_resolve_zero(ConfigReader *r) {
     bool offloads = z->offload_param.device || z->offload_optimizer.device, adam = c->optimizer.type == OPTIMIZER_ADAMW;
     if (!config_given(c, ZERO_KEY("overlap_comm"))) { z->overlap_comm = z->stage == 3; config_derive(r, ZERO_KEY("overlap_comm"), ORIGIN_DERIVED); }
     if (z->stage >= 1 && D == 1) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "one data-parallel rank: there is nothing to shard");
-    if (z->stage >= 2 && c->parallel.pipeline > 1)
+    bool split_backward = c->parallel.pipeline > 1 && (c->parallel.pipeline_schedule == PIPELINE_ZB_H1 || c->parallel.pipeline_schedule == PIPELINE_ZB_V);
+    if (z->stage >= 2 && split_backward)
+        config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "with pipeline_schedule %s whole gradients are kept until the last micro-batch, as at stage 1, since they are made in two "
+                       "phases%s", c->parallel.pipeline_schedule == PIPELINE_ZB_V ? "ZB-V" : "ZB-H1", z->stage == 3 ? "; weights travel for each micro-batch" : "");
+    else if (z->stage >= 2 && c->parallel.pipeline > 1)
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "with a pipeline the gradients%s travel for each of the %" PRId64 " "
                        "micro-batches of an update; stage 1 moves them once", z->stage == 3 ? " and weights" : "",
                        c->batch.gradient_accumulation_steps);
@@ -451,6 +471,9 @@ static void config_resolve_zero(ConfigReader *r) {
     else if (z->grad_accum_dtype == DTYPE_BF16 && z->stage < 2)
         config_say_key(r, CONFIG_PROBLEM, "data_types.grad_accum_dtype", "needs zero_optimization.stage 2 or 3, and it is %" PRId64
                        ": before, kernels add to whole gradients, which are fp32; raise the stage, or remove the key", z->stage);
+    else if (z->grad_accum_dtype == DTYPE_BF16 && split_backward)
+        config_say_key(r, CONFIG_PROBLEM, "data_types.grad_accum_dtype", "has no place in a pipeline whose backward pass is split: kernels add to whole gradients, which are fp32; take another "
+                       "pipeline_schedule, or remove the key");
     bool sends = D > 1;
     if ((z->stage == 0 || z->stage == 3) && config_given(c, ZERO_KEY("allgather_bucket_size")))
         config_say_key(r, CONFIG_INFO, ZERO_KEY("allgather_bucket_size"), z->stage == 0 ? "has no effect at stage 0, which gathers no weights" :
@@ -465,8 +488,6 @@ static void config_resolve_zero(ConfigReader *r) {
     else if (sends && z->communication_data_type == DTYPE_FP16 && c->dtype != DTYPE_FP16)
         config_say_key(r, CONFIG_NOTICE, "communication_data_type",
                        "without a loss scale gradients below 6e-8 are lost on their way; bf16 keeps them");
-    if (c->parallel.pipeline > 1 && z->overlap_comm && config_given(c, ZERO_KEY("overlap_comm")))
-        config_say_key(r, CONFIG_NOTICE, ZERO_KEY("overlap_comm"), "has no effect with a pipeline");
     if (z->offload_param.device && z->stage < 3)
         config_say_key(r, CONFIG_PROBLEM, ZERO_KEY("offload_param.device"), "needs zero_optimization.stage 3, and it is %" PRId64 " "
                        "(DeepSpeed ignores the section then); set the stage to 3, or the device to none", z->stage);
@@ -555,6 +576,8 @@ static void config_resolve_activation_checkpointing(ConfigReader *r) {
         config_say_key(r, CONFIG_PROBLEM, "pipeline.activation_checkpoint_interval", "says what " ACT_KEY("number_checkpoints") " says in another way; remove one of them");
     if (a->partition_activations && c->parallel.tensor == 1)
         config_say_key(r, CONFIG_NOTICE, ACT_KEY("partition_activations"), "one tensor-parallel rank: nothing to split");
+    else if (a->partition_activations)
+        config_say_key(r, CONFIG_INFO, ACT_KEY("partition_activations"), "each of the %" PRId64 " tensor-parallel ranks keeps its own rows of a checkpoint, with or without this key", c->parallel.tensor);
     if (a->policy == RECOMPUTE_NONE && a->profile) config_say_key(r, CONFIG_NOTICE, ACT_KEY("profile"), "has no effect without recomputation");
     if (a->policy == RECOMPUTE_NONE && a->synchronize_checkpoint_boundary)
         config_say_key(r, CONFIG_NOTICE, ACT_KEY("synchronize_checkpoint_boundary"), "has no effect without recomputation");

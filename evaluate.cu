@@ -5,7 +5,7 @@
 #pragma once
 #include "trainer.cu"
 
-static void forward_chunk(Trainer *t, int chunk, ActSlot *a); // train_gpt.cu
+static void execute(Trainer *t, Instr in, ForwardMode mode); // train_gpt.cu
 static void load_samples(Trainer *t, DataLoader *d, ActSlot *a, int64_t first, int64_t n, int64_t B);
 
 // All ranks: has any of them been asked to stop? Evaluations and samples end early then.
@@ -16,6 +16,20 @@ static bool stop_asked(Trainer *t) {
     return t->stop;
 }
 
+// One pass forward through all chunks of this stage, of what is loaded in the first slot of each.
+static void forward_all(Trainer *t, ForwardMode mode) {
+    Instr *pass = (Instr *)host_alloc(sizeof(Instr) * 3 * (size_t)t->pipe.n_chunks);
+    int n = pipeline_pass(&t->pipe, pass);
+    for (int i = 0; i < n; i++) execute(t, pass[i], mode);
+    free(pass);
+}
+
+// The store of the chunk with the head; null if it is on another stage.
+static ActStore *head_store(Trainer *t) {
+    ActStore *last = &t->acts[t->pipe.n_chunks - 1];
+    return acts_has_head(&last->layout) ? last : NULL;
+}
+
 // Mean loss over the first eval_batches micro-batches of each rank of the validation set (0 = all of it). The set is fixed,
 // and nothing that training reads afterwards is touched: no gradient, no weight, no position in the training data. The
 // ranks run equally many passes, whatever is left for the last one: a pass without samples computes, and counts nothing.
@@ -23,18 +37,18 @@ static bool stop_asked(Trainer *t) {
 static double evaluate(Trainer *t) {
     int64_t B = t->cfg->batch.train_micro_batch_size_per_gpu, T = t->cfg->run.seq_len, D = t->grid.size.dp, samples = t->val.n_samples;
     if (t->cfg->run.eval_batches > 0) samples = min_i64(samples, t->cfg->run.eval_batches * B * D);
-    ActSlot *a = &t->acts.slot[0];
-    a->mode = FORWARD_EVAL;
+    ActStore *last = head_store(t);
     zero_set_uses(&t->zero, t->eval_uses, t->n_eval_uses);
     device_memset(t->eval_sum, 0, sizeof(double), t->stream);
     watch_announce(WATCH_EVALUATE, 300); // without a sign: as long as a first update, which is at new sizes as well
     for (int64_t pass = 0; pass < samples; pass += B * D) {
         if (stop_asked(t)) return NAN;
         int64_t first = min_i64(samples, pass + t->grid.coord.dp * B);
-        load_samples(t, &t->val, a, first, min_i64(B, samples - first), B);
-        forward_chunk(t, 0, a);
-        Acts head = acts_begin(&t->acts, a, {t->model.table.n_units - 1, ACTS_FORWARD});
-        sum_to_double(t->eval_sum, head.act[ACT_LOSSES], true, t->stream);
+        for (int c = 0; c < t->pipe.n_chunks; c++) load_samples(t, &t->val, &t->acts[c].slot[0], first, min_i64(B, samples - first), B);
+        forward_all(t, FORWARD_EVAL);
+        if (!last) continue;
+        Acts head = acts_begin(last, &last->slot[0], {last->layout.last, ACTS_FORWARD});
+        sum_to_double(t->eval_sum, head_counted_losses(&t->model, &head), true, t->stream);
     }
     comm_all_reduce_double(t->groups.job, t->eval_sum, 1, COMM_SUM, t->stream);
     double sum;
@@ -71,19 +85,53 @@ static int64_t prompt_encode(const Trainer *t, const char *prompt, int32_t *toke
     return n;
 }
 
+// One sample of the ranks that share it has gone forward: row `at` of the computed logits, on those ranks of the last stage that have
+// sequence-parallel rank sp_rank, who tell all others the columns that they have.
+static void collect_logits(Trainer *t, int64_t at, int sp_rank, void *logits) {
+    const Model *m = &t->model;
+    const GridAxes *size = &t->grid.size;
+    ActStore *last = head_store(t);
+    int64_t bytes = m->Vp / size->tp * dtype_bytes(m->dtype);
+    for (int tp_rank = 0; tp_rank < size->tp; tp_rank++) {
+        char *part = (char *)logits + tp_rank * bytes;
+        GridAxes owner = {pipeline_stage_of(&t->pipe, pipeline_last(&t->pipe)), 0, sp_rank, tp_rank};
+        if (last && t->grid.coord.tp == tp_rank && t->grid.coord.sp == sp_rank) {
+            Acts head = acts_begin(last, &last->slot[0], {last->layout.last, ACTS_FORWARD});
+            device_copy(part, (char *)head.act[ACT_LOGITS].data + at * bytes, bytes, COPY_TO_HOST, t->stream);
+        }
+        stream_sync(t->stream); // on the others, too: the text is copied, and may grow
+        if (size->tp * size->sp * size->pp > 1) comm_host_broadcast(part, bytes, t->grid.first_rank + grid_rank(owner, *size));
+    }
+}
+
+// logits (Vp) of what follows a text of 1..T tokens, by a forward pass; there is room for T tokens in it.
+static void next_logits(Trainer *t, int32_t *text, int64_t length, void *logits) {
+    int64_t T = t->cfg->run.seq_len, tp = t->grid.size.tp, sp = t->grid.size.sp;
+    int64_t computed = min_i64(T, round_up(length, round_up(32, tp * sp))), own = computed / sp, row = (length - 1) % own;
+    int64_t first_logits = min_i64(row, own - head_rows(&t->model, own));
+    for (int64_t i = length; i < computed; i++) text[i] = 0; // causal attention: nothing before sees them
+    for (int c = 0; c < t->pipe.n_chunks; c++) {
+        ActSlot *a = &t->acts[c].slot[0];
+        a->B = 1;
+        a->T = own;
+        a->first_logits = first_logits;
+    }
+    if (t->acts->slot[0].tokens) device_copy(t->acts->slot[0].tokens, text + t->grid.coord.sp * own, own * 4, COPY_TO_DEVICE, t->stream);
+    forward_all(t, FORWARD_LOGITS);
+    collect_logits(t, row - first_logits, (int)((length - 1) / own), logits);
+}
+
 // Continues the prompt by n tokens and prints both. The text is a function of (weights, prompt, seed). Each token is a
 // forward pass over the text so far, its length rounded up; beyond the model's positions the older half is forgotten.
 static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t seed) {
-    int64_t T = t->cfg->run.seq_len, row_bytes = t->model.Vp * dtype_bytes(t->model.dtype);
+    int64_t T = t->cfg->run.seq_len;
     int64_t prompt_bytes = (int64_t)strlen(prompt);
     int32_t *text = (int32_t *)host_alloc((size_t)(prompt_bytes + 1 + T) * 4);
-    void *logits = host_alloc((size_t)row_bytes);
+    void *logits = host_alloc((size_t)(t->model.Vp * dtype_bytes(t->model.dtype)));
     TokenText shown = {NULL, 0, 0}; // what is decoded and not printed yet
     int64_t length = prompt_encode(t, prompt, text);
     for (int64_t i = 0; i < length; i++) tokenizer_decode_append(&t->tokenizer, text[i], &shown);
     if (length == 0) text[length++] = t->tokenizer.end_of_text >= 0 ? t->tokenizer.end_of_text : (int32_t)min_i64('\n', t->model.V - 1);
-    ActSlot *a = &t->acts.slot[0];
-    a->mode = FORWARD_LOGITS;
     zero_set_uses(&t->zero, t->eval_uses, t->n_eval_uses);
     watch_announce(WATCH_SAMPLE, 300);
     int64_t from = max_i64(0, length - T); // the window starts here
@@ -95,15 +143,7 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
             memmove(text, text + length - keep, (size_t)keep * 4);
             length = keep;
         }
-        a->B = 1;
-        a->T = min_i64(T, round_up(length, 32));
-        for (int64_t i = length; i < a->T; i++) text[i] = 0; // causal attention: nothing before sees them
-        device_copy(a->tokens, text, a->T * 4, COPY_TO_DEVICE, t->stream);
-        forward_chunk(t, 0, a);
-        Acts head = acts_begin(&t->acts, a, {t->model.table.n_units - 1, ACTS_FORWARD});
-        int64_t row = tensor_rows(head.act[ACT_LOGITS]) - (a->T - (length - 1)); // they are of the last rows; at most 32 were added
-        device_copy(logits, (char *)head.act[ACT_LOGITS].data + row * row_bytes, row_bytes, COPY_TO_HOST, t->stream);
-        stream_sync(t->stream);
+        next_logits(t, text, length, logits);
         text[length] = sample_token(logits, t->model.dtype, t->model.V, rng_uniform(seed, text_hash("sample"), (uint64_t)k));
         tokenizer_decode_append(&t->tokenizer, text[length++], &shown);
         if (t->grid.rank > 0) continue; // every rank computes and draws the same; one prints

@@ -6,16 +6,16 @@
 //     tokens -> [embed] -> x -> [block] -> x -> ... -> [block] -> x -> [head] -> loss
 //
 // This file sees pointers and local shapes only. It does not know how weights are distributed, where gradients go,
-// which activations are kept, or how many ranks there are: unit_forward and unit_backward receive Weights, Grads and
-// Acts filled by zero.cu and acts.cu. It must never include either.
+// which activations are kept: unit_forward and unit_backward receive Weights, Grads and Acts filled by zero.cu and acts.cu. It
+// must never include either. Where a unit needs what other ranks compute, a pair of tensor_parallel.cu is named, which is the
+// identity when there are none.
 //
 // To add an architecture that recombines known parts: a row in arch_specs. With a new part: an enum value, its rows in
 // model_build_table and act_descs, and its branch in the block. Read next: zero.cu.
 #pragma once
 #include "dsconfig.h"
-#include "kernels/kernels.h"
+#include "tensor_parallel.cu"
 #include "runtime/graphs.h"
-#include "runtime/grid.h"
 
 // ---------------------------------------------------------------------------------------------------------------
 // Architectures
@@ -339,25 +339,37 @@ typedef enum {
     ACT_LN_1, ACT_LN_1_MEAN, ACT_LN_1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_RESIDUAL_2, ACT_LN_2, ACT_LN_2_MEAN, ACT_LN_2_RSTD,
     ACT_FC_PRE, ACT_FC_GELU,
     ACT_LN_F, ACT_LN_F_MEAN, ACT_LN_F_RSTD, ACT_LOGITS, ACT_LOSSES,
-    ACT_NARROW, ACT_WIDE,
+    ACT_NARROW, ACT_WIDE, ACT_GATHERED, ACT_STATISTICS,
+    ACT_DOUT, ACT_DFC, ACT_DRESIDUAL_2, ACT_DQKV,
     ACT_COUNT,
 } ActRole;
 
 typedef enum {
     ACT_SAVED,   // backward reads it: each unit and micro-batch in flight has its own
     ACT_SCRATCH, // dead when the unit's forward or backward returns: all units share one
+    ACT_PENDING, // gradients that those of the weights are still to be computed from: only where backward is split in two phases
 } ActKeep;
 
+// Which tokens an activation has: of the N = B*T that the rank's micro-batch has, and that it shares with tp - 1 others,
+typedef enum {
+    ROWS_OWN,   // N / tp: what concerns a token by itself, all channels
+    ROWS_ALL,   // N: channels, heads or columns of this rank
+    ROWS_HEADS, // those of whole samples, B * T * sp, for 1/sp of the heads: attention
+    ROWS_PIECE, // head_rows: the head works in pieces
+} ActRows;
+
 // Width of a row of an activation, as a count that depends on the model.
-typedef enum { WIDTH_ONE, WIDTH_C, WIDTH_3C, WIDTH_F, WIDTH_WIDE, WIDTH_VP, WIDTH_NH } ActWidth;
+typedef enum { WIDTH_ONE, WIDTH_C, WIDTH_HEADS, WIDTH_3C, WIDTH_F, WIDTH_WIDE, WIDTH_VP, WIDTH_NH, WIDTH_STATISTICS } ActWidth;
 
 typedef struct {
     const char *name;
     UnitKind unit;   // of ACT_SAVED rows; scratch belongs to all
     ActKeep keep;
-    ActWidth width;  // the tensor is (B*T, width), fp32 where the kernels say so
+    ActRows rows;
+    ActWidth width;  // fp32 where the kernels say so
     bool is_fp32;
     RecomputePolicy recomputed_from; // of ACT_SAVED rows: from this policy on backward computes it again; RECOMPUTE_POLICIES: never
+    bool for_weights; // of ACT_SAVED rows: the gradients of weights are computed from it
 } ActDesc;
 
 // The ladder of policies. Every step gives back more memory for more work, and the cheap ones come first: a norm is read and
@@ -366,25 +378,31 @@ typedef struct {
 
 // Indexed by ActRole.
 static const ActDesc act_descs[ACT_COUNT] = {
-    {"ln_1", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false, RECOMPUTE_NORMS},
-    {"ln_1_mean", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_BLOCK},
-    {"ln_1_rstd", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_BLOCK},
-    {"qkv", UNIT_BLOCK, ACT_SAVED, WIDTH_3C, false, RECOMPUTE_QKV},
-    {"att", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false, RECOMPUTE_BLOCK},
-    {"lse", UNIT_BLOCK, ACT_SAVED, WIDTH_NH, true, RECOMPUTE_BLOCK},
-    {"residual_2", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false, RECOMPUTE_BLOCK},
-    {"ln_2", UNIT_BLOCK, ACT_SAVED, WIDTH_C, false, RECOMPUTE_NORMS},
-    {"ln_2_mean", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_BLOCK},
-    {"ln_2_rstd", UNIT_BLOCK, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_BLOCK},
-    {"fc_pre", UNIT_BLOCK, ACT_SAVED, WIDTH_F, false, RECOMPUTE_FFN},
-    {"fc_gelu", UNIT_BLOCK, ACT_SAVED, WIDTH_F, false, RECOMPUTE_GELU},
-    {"ln_f", UNIT_HEAD, ACT_SAVED, WIDTH_C, false, RECOMPUTE_POLICIES},
-    {"ln_f_mean", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_POLICIES},
-    {"ln_f_rstd", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_POLICIES},
-    {"logits", UNIT_HEAD, ACT_SCRATCH, WIDTH_VP, false, RECOMPUTE_POLICIES}, // of head_rows rows, then their gradient
-    {"losses", UNIT_HEAD, ACT_SAVED, WIDTH_ONE, true, RECOMPUTE_POLICIES},
-    {"narrow", UNIT_BLOCK, ACT_SCRATCH, WIDTH_C, false, RECOMPUTE_POLICIES},   // output of a projection, or a gradient of width C
-    {"wide", UNIT_BLOCK, ACT_SCRATCH, WIDTH_WIDE, false, RECOMPUTE_POLICIES},  // gradient of qkv, or of the MLP's inner layer
+    {"ln_1", UNIT_BLOCK, ACT_SAVED, ROWS_OWN, WIDTH_C, false, RECOMPUTE_NORMS, true},
+    {"ln_1_mean", UNIT_BLOCK, ACT_SAVED, ROWS_OWN, WIDTH_ONE, true, RECOMPUTE_BLOCK, false},
+    {"ln_1_rstd", UNIT_BLOCK, ACT_SAVED, ROWS_OWN, WIDTH_ONE, true, RECOMPUTE_BLOCK, false},
+    {"qkv", UNIT_BLOCK, ACT_SAVED, ROWS_HEADS, WIDTH_3C, false, RECOMPUTE_QKV, false},
+    {"att", UNIT_BLOCK, ACT_SAVED, ROWS_HEADS, WIDTH_HEADS, false, RECOMPUTE_BLOCK, true},
+    {"lse", UNIT_BLOCK, ACT_SAVED, ROWS_HEADS, WIDTH_NH, true, RECOMPUTE_BLOCK, false},
+    {"residual_2", UNIT_BLOCK, ACT_SAVED, ROWS_OWN, WIDTH_C, false, RECOMPUTE_BLOCK, false},
+    {"ln_2", UNIT_BLOCK, ACT_SAVED, ROWS_OWN, WIDTH_C, false, RECOMPUTE_NORMS, true},
+    {"ln_2_mean", UNIT_BLOCK, ACT_SAVED, ROWS_OWN, WIDTH_ONE, true, RECOMPUTE_BLOCK, false},
+    {"ln_2_rstd", UNIT_BLOCK, ACT_SAVED, ROWS_OWN, WIDTH_ONE, true, RECOMPUTE_BLOCK, false},
+    {"fc_pre", UNIT_BLOCK, ACT_SAVED, ROWS_ALL, WIDTH_F, false, RECOMPUTE_FFN, false},
+    {"fc_gelu", UNIT_BLOCK, ACT_SAVED, ROWS_ALL, WIDTH_F, false, RECOMPUTE_GELU, true},
+    {"ln_f", UNIT_HEAD, ACT_SAVED, ROWS_OWN, WIDTH_C, false, RECOMPUTE_POLICIES, false},
+    {"ln_f_mean", UNIT_HEAD, ACT_SAVED, ROWS_OWN, WIDTH_ONE, true, RECOMPUTE_POLICIES, false},
+    {"ln_f_rstd", UNIT_HEAD, ACT_SAVED, ROWS_OWN, WIDTH_ONE, true, RECOMPUTE_POLICIES, false},
+    {"logits", UNIT_HEAD, ACT_SCRATCH, ROWS_PIECE, WIDTH_VP, false, RECOMPUTE_POLICIES, false}, // of head_rows rows, then their gradient
+    {"losses", UNIT_HEAD, ACT_SAVED, ROWS_ALL, WIDTH_ONE, true, RECOMPUTE_POLICIES, false},
+    {"narrow", UNIT_BLOCK, ACT_SCRATCH, ROWS_ALL, WIDTH_C, false, RECOMPUTE_POLICIES, false},   // output of a projection, or a gradient of width C
+    {"wide", UNIT_BLOCK, ACT_SCRATCH, ROWS_ALL, WIDTH_WIDE, false, RECOMPUTE_POLICIES, false},  // gradient of qkv, or of the MLP's inner layer
+    {"gathered", UNIT_BLOCK, ACT_SCRATCH, ROWS_ALL, WIDTH_C, false, RECOMPUTE_POLICIES, false}, // the tp ranks' rows together; none with one rank
+    {"statistics", UNIT_HEAD, ACT_SCRATCH, ROWS_PIECE, WIDTH_STATISTICS, true, RECOMPUTE_POLICIES, false}, // likewise
+    {"dout", UNIT_BLOCK, ACT_PENDING, ROWS_OWN, WIDTH_C, false, RECOMPUTE_POLICIES, false},     // of the block's output
+    {"dfc", UNIT_BLOCK, ACT_PENDING, ROWS_ALL, WIDTH_F, false, RECOMPUTE_POLICIES, false},      // of the MLP's inner layer, in `wide` where backward is one
+    {"dresidual_2", UNIT_BLOCK, ACT_PENDING, ROWS_OWN, WIDTH_C, false, RECOMPUTE_POLICIES, false}, // of the stream between attention and MLP
+    {"dqkv", UNIT_BLOCK, ACT_PENDING, ROWS_ALL, WIDTH_3C, false, RECOMPUTE_POLICIES, false},
 };
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -416,17 +434,18 @@ typedef struct {
 typedef enum {
     FORWARD_TRAIN,  // backward follows, and computes the losses
     FORWARD_EVAL,   // losses only
-    FORWARD_LOGITS, // logits only, of the last head_rows rows: sampling. They stay until another unit computes
+    FORWARD_LOGITS, // logits only, of head_rows rows: sampling. They stay until another unit computes
 } ForwardMode;
 
 typedef struct {
-    int64_t B, T;
+    int64_t B, T;             // T: tokens that this rank has of a sample
     ForwardMode mode;
     float dloss;              // gradient of the training loss with respect to one token's loss, loss scale included
     const int32_t *tokens;    // (B,T) in the backend's memory
     const int32_t *targets;   // (B,T); negative = no loss here
-    Tensor x_in, x_out;       // residual stream before and after the unit, (B,T,C); x_in is not given to the embedding
-    Tensor dx;                // backward: gradient of x_out on entry, of x_in on return, (B,T,C)
+    int64_t first_logits;     // FORWARD_LOGITS: of the rows whose logits are wanted, head_rows
+    Tensor x_in, x_out;       // residual stream before and after the unit, (B*T/tp,C); x_in is not given to the embedding
+    Tensor dx;                // backward: gradient of x_out on entry, of x_in on return, (B*T/tp,C)
     Tensor act[ACT_COUNT];    // by ActRole
     RecomputePolicy recompute; // backward of a block: what is not there yet (act_descs)
 } Acts;
@@ -458,30 +477,57 @@ static void model_free(Model *m) { table_free(&m->table); }
 // matrix product.
 static int64_t head_rows(const Model *m, int64_t N) {
     int64_t rows = 128;
-    while (2 * rows * m->Vp * dtype_bytes(m->dtype) <= m->logits_bytes) rows *= 2;
+    while (2 * rows * m->Vp / m->tp.size * dtype_bytes(m->dtype) <= m->logits_bytes) rows *= 2;
     return min_i64(N, rows);
+}
+
+// Columns of a row, on this rank: heads, inner channels and the vocabulary are shared.
+static int64_t act_columns(const Model *m, ActWidth width) {
+    const int64_t tp = m->tp.size;
+    switch (width) {
+    case WIDTH_ONE: return 1;
+    case WIDTH_C: return m->C;
+    case WIDTH_HEADS: return m->C / tp;
+    case WIDTH_3C: return 3 * m->C / tp;
+    case WIDTH_F: return m->F / tp;
+    case WIDTH_WIDE: return max_i64(3 * m->C, m->F) / tp;
+    case WIDTH_VP: return m->Vp / tp;
+    case WIDTH_NH: return m->NH / tp;
+    case WIDTH_STATISTICS: return 3 * tp;
+    }
+    return 0;
 }
 
 // The tensor of an activation at `data` for a micro-batch of (B,T).
 static Tensor act_tensor(const Model *m, ActRole role, int64_t B, int64_t T, void *data) {
-    DType t = act_descs[role].is_fp32 ? DTYPE_FP32 : m->dtype;
-    switch (act_descs[role].width) {
-    case WIDTH_ONE: return tensor1(data, t, B * T);
-    case WIDTH_C: return tensor3(data, t, B, T, m->C);
-    case WIDTH_3C: return tensor3(data, t, B, T, 3 * m->C);
-    case WIDTH_F: return tensor3(data, t, B, T, m->F);
-    case WIDTH_WIDE: return tensor3(data, t, B, T, max_i64(3 * m->C, m->F));
-    case WIDTH_VP: return tensor2(data, t, head_rows(m, B * T), m->Vp);
-    case WIDTH_NH: return tensor3(data, t, B, m->NH, T);
+    const ActDesc *d = &act_descs[role];
+    const DType t = d->is_fp32 ? DTYPE_FP32 : m->dtype;
+    const int64_t N = B * T, tp = m->tp.size, sp = m->sp.size, columns = act_columns(m, d->width);
+    if ((role == ACT_GATHERED || role == ACT_STATISTICS) && tp == 1) return tensor_none();
+    switch (d->rows) {
+    case ROWS_OWN: return columns == 1 ? tensor1(data, t, N / tp) : tensor2(data, t, N / tp, columns);
+    case ROWS_ALL: return columns == 1 ? tensor1(data, t, N) : tensor2(data, t, N, columns);
+    case ROWS_HEADS: return d->width == WIDTH_NH ? tensor3(data, t, B, columns / sp, T * sp) : tensor3(data, t, B, T * sp, columns / sp);
+    case ROWS_PIECE: return tensor2(data, t, head_rows(m, N), columns);
     }
     return tensor_none();
 }
 
-// The first elements of a scratch tensor, as (B,T,columns).
-static Tensor act_view(Tensor scratch, int64_t columns) {
-    CHECK(columns <= tensor_columns(scratch), "%" PRId64 " columns do not fit scratch of %" PRId64, columns, tensor_columns(scratch));
-    scratch.shape[2] = columns;
-    return scratch;
+// The residual stream: this rank's rows.
+static Tensor stream_tensor(const Model *m, int64_t B, int64_t T, void *data) { return tensor2(data, m->dtype, B * T / m->tp.size, m->C); }
+
+// `columns` a row in a scratch tensor, behind `skip` such tensors.
+static Tensor act_view(Tensor scratch, int64_t columns, int skip) {
+    const int64_t rows = tensor_rows(scratch);
+    CHECK(columns * (skip + 1) <= tensor_columns(scratch), "%" PRId64 " columns do not fit scratch of %" PRId64, columns * (skip + 1), tensor_columns(scratch));
+    return tensor2((char *)scratch.data + skip * rows * columns * dtype_bytes(scratch.dtype), scratch.dtype, rows, columns);
+}
+
+// The same memory in another tensor's shape.
+static Tensor act_shaped(Tensor scratch, Tensor as) {
+    CHECK(tensor_numel(as) <= tensor_numel(scratch), "%" PRId64 " elements do not fit scratch of %" PRId64, tensor_numel(as), tensor_numel(scratch));
+    as.data = scratch.data;
+    return as;
 }
 
 // Tokens that one sees on average, W - W^2 / (2 T) with W = min(attention_window_size, T): without a window T / 2, half of the square.
@@ -520,14 +566,15 @@ static double recompute_flops_per_token(const Model *m, RecomputePolicy policy, 
 
 // Bytes that what a policy recomputes reads and writes of activations, for one token of a block.
 static int64_t recompute_bytes_per_token(const Model *m, RecomputePolicy policy) {
+    const int64_t C = m->C, own = C / m->tp.size, F = m->F / m->tp.size; // products read or write all channels of a token, the rest concerns shares
     int64_t elements = 0;
-    if (act_descs[ACT_LN_1].recomputed_from <= policy) elements += 2 * m->C;
-    if (act_descs[ACT_LN_2].recomputed_from <= policy) elements += 2 * m->C;
-    if (act_descs[ACT_FC_PRE].recomputed_from <= policy) elements += m->C + 2 * m->F;
-    else if (act_descs[ACT_FC_GELU].recomputed_from <= policy) elements += 2 * m->F;
-    if (act_descs[ACT_QKV].recomputed_from <= policy) elements += m->C + 3 * m->C;
-    if (act_descs[ACT_ATT].recomputed_from <= policy) elements += 3 * m->C + m->C;
-    if (act_descs[ACT_RESIDUAL_2].recomputed_from <= policy) elements += 2 * m->C + 2 * m->C; // its product, and its sum in the norm
+    if (act_descs[ACT_LN_1].recomputed_from <= policy) elements += 2 * own;
+    if (act_descs[ACT_LN_2].recomputed_from <= policy) elements += 2 * own;
+    if (act_descs[ACT_FC_PRE].recomputed_from <= policy) elements += C + 2 * F;
+    else if (act_descs[ACT_FC_GELU].recomputed_from <= policy) elements += 2 * F;
+    if (act_descs[ACT_QKV].recomputed_from <= policy) elements += C + 3 * own;
+    if (act_descs[ACT_ATT].recomputed_from <= policy) elements += 3 * own + own;
+    if (act_descs[ACT_RESIDUAL_2].recomputed_from <= policy) elements += own + C + 2 * own; // its product, and its sum in the norm
     return elements * dtype_bytes(m->dtype);
 }
 
@@ -537,6 +584,20 @@ static int64_t recompute_bytes_per_token(const Model *m, RecomputePolicy policy)
 // Does a block's pass compute this activation? Forward computes all; when backward asks again, only what was not kept.
 static bool block_computes(const Acts *a, ActRole role, bool again) { return !again || act_descs[role].recomputed_from <= a->recompute; }
 
+// All rows of what this rank has its own rows of, until the next one is gathered; this rank's rows of the sum of what all have of all rows.
+static Tensor block_gather(const Model *m, const Acts *a, Tensor rows) { return tp_gather_rows(m->tp, a->act[ACT_GATHERED], rows, m->stream); }
+static Tensor block_scatter(const Model *m, Tensor whole) { return tp_scatter_sum(m->tp, tp_own_rows(m->tp, whole), whole, m->stream); }
+
+// Heads that attention sees here.
+static int block_heads(const Model *m) { return (int)(m->NH / m->tp.size / m->sp.size); }
+
+// The attention's output as the projection reads it, in the first of the wide scratch's parts where it is not there already. It is not kept
+// beside ACT_ATT: memory is what sequence parallelism is for, and backward's second exchange moves one ninth of what a block exchanges.
+static Tensor block_attention_rows(const Model *m, const Acts *a) {
+    const int64_t columns = m->C / m->tp.size;
+    return heads_to_seq(m->sp, act_view(a->act[ACT_WIDE], columns, 0), a->act[ACT_ATT], a->B, 1, act_view(a->act[ACT_WIDE], columns, 1), m->stream);
+}
+
 // Forward of a block; or, again, of what backward lacks. The same calls on the same operands in the same order: what is computed
 // again has the bits that it had.
 static void block_calls(const Model *m, const Weights *w, const Acts *a, bool again) {
@@ -545,19 +606,29 @@ static void block_calls(const Model *m, const Weights *w, const Acts *a, bool ag
     float eps = (float)m->c.layer_norm_epsilon;
     Stream s = m->stream;
     if (block_computes(a, ACT_LN_1, again)) layernorm_forward(act[ACT_LN_1], act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], a->x_in, w->t[BLOCK_LN_1_W], w->t[BLOCK_LN_1_B], eps, s);
-    if (block_computes(a, ACT_QKV, again)) linear_forward(act[ACT_QKV], act[ACT_LN_1], w->t[BLOCK_QKV_W], w->t[BLOCK_QKV_B], none, none, s);
-    if (block_computes(a, ACT_ATT, again)) attention_forward(act[ACT_ATT], act[ACT_LSE], act[ACT_QKV], (int)m->NH, m->c.attention_window_size, s);
+    if (block_computes(a, ACT_QKV, again)) {
+        Tensor rows = m->sp.size > 1 ? act_view(act[ACT_WIDE], 3 * m->C / m->tp.size, 0) : act[ACT_QKV];
+        linear_forward(rows, block_gather(m, a, act[ACT_LN_1]), w->t[BLOCK_QKV_W], w->t[BLOCK_QKV_B], none, none, s);
+        seq_to_heads(m->sp, act[ACT_QKV], rows, a->B, 3, rows, s);
+    }
+    if (block_computes(a, ACT_ATT, again)) attention_forward(act[ACT_ATT], act[ACT_LSE], act[ACT_QKV], block_heads(m), m->c.attention_window_size, s);
     if (block_computes(a, ACT_RESIDUAL_2, again)) {
-        linear_forward(act[ACT_NARROW], act[ACT_ATT], w->t[BLOCK_PROJ_W], none, none, none, s); // the norm adds the bias
-        residual_layernorm_forward(act[ACT_RESIDUAL_2], act[ACT_LN_2], mean, rstd, a->x_in, act[ACT_NARROW], w->t[BLOCK_PROJ_B], w->t[BLOCK_LN_2_W],
+        linear_forward(act[ACT_NARROW], block_attention_rows(m, a), w->t[BLOCK_PROJ_W], none, none, none, s); // the norm adds the bias
+        residual_layernorm_forward(act[ACT_RESIDUAL_2], act[ACT_LN_2], mean, rstd, a->x_in, block_scatter(m, act[ACT_NARROW]), w->t[BLOCK_PROJ_B], w->t[BLOCK_LN_2_W],
                                    w->t[BLOCK_LN_2_B], eps, s);
     } else if (block_computes(a, ACT_LN_2, again)) // the sum is there, and its norm has the same bits
         layernorm_forward(act[ACT_LN_2], mean, rstd, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W], w->t[BLOCK_LN_2_B], eps, s);
     Tensor inner = m->gelu_apart ? act[ACT_FC_PRE] : act[ACT_FC_GELU];
-    if (block_computes(a, ACT_FC_PRE, again)) linear_forward(inner, act[ACT_LN_2], w->t[BLOCK_FC_W], w->t[BLOCK_FC_B], none, m->gelu_apart ? none : act[ACT_FC_PRE], s);
+    if (block_computes(a, ACT_FC_PRE, again))
+        linear_forward(inner, block_gather(m, a, act[ACT_LN_2]), w->t[BLOCK_FC_W], w->t[BLOCK_FC_B], none, m->gelu_apart ? none : act[ACT_FC_PRE], s);
     if (m->gelu_apart && block_computes(a, ACT_FC_GELU, again)) gelu_forward(act[ACT_FC_GELU], act[ACT_FC_PRE], s);
-    // The last residual sum rides in the matrix product, since the next norm belongs to another unit. Backward does not need it.
-    if (!again) linear_forward(a->x_out, act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W], w->t[BLOCK_FCPROJ_B], act[ACT_RESIDUAL_2], none, s);
+    if (again) return; // backward does not need what leaves the block
+    // The last residual sum rides in the matrix product, since the next norm belongs to another unit; but a product of summands has to be added up first.
+    if (m->tp.size == 1) linear_forward(a->x_out, act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W], w->t[BLOCK_FCPROJ_B], act[ACT_RESIDUAL_2], none, s);
+    else {
+        linear_forward(act[ACT_NARROW], act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W], none, none, none, s);
+        residual_forward(a->x_out, act[ACT_RESIDUAL_2], block_scatter(m, act[ACT_NARROW]), w->t[BLOCK_FCPROJ_B], s);
+    }
 }
 
 static void block_forward(const Model *m, const Weights *w, const Acts *a) { block_calls(m, w, a, false); }
@@ -567,94 +638,130 @@ static void block_forward(const Model *m, const Weights *w, const Acts *a) { blo
 // all of it happens in backward, where the gradients that the losses lead to can be used up piece by piece: nothing is
 // computed twice, and no gradient of logits waits for its turn (Hsu et al. 2024, "Liger Kernel", fuse them likewise).
 
-// Rows [first, first + rows) of (N,C) or (N).
-static Tensor head_piece(Tensor t, int64_t first, int64_t rows) {
-    const int64_t columns = t.ndim == 1 ? 1 : tensor_columns(t);
-    char *data = (char *)t.data + first * columns * dtype_bytes(t.dtype);
-    return t.ndim == 1 ? tensor1(data, t.dtype, rows) : tensor2(data, t.dtype, rows, columns);
-}
-
-// The logits of a piece, in the first rows of ACT_LOGITS.
-static Tensor head_logits(const Model *m, const Weights *w, const Acts *a, int64_t first, int64_t rows) {
-    Tensor logits = head_piece(a->act[ACT_LOGITS], 0, rows);
-    linear_forward(logits, head_piece(a->act[ACT_LN_F], first, rows), w->t[HEAD_W], tensor_none(), tensor_none(), tensor_none(), m->stream);
+// The logits of a piece of the normalised rows, in the first rows of ACT_LOGITS.
+static Tensor head_logits(const Model *m, const Weights *w, const Acts *a, Tensor normalised, int64_t first, int64_t rows) {
+    Tensor logits = tensor_piece(a->act[ACT_LOGITS], 0, rows);
+    linear_forward(logits, tensor_piece(normalised, first, rows), w->t[HEAD_W], tensor_none(), tensor_none(), tensor_none(), m->stream);
     return logits;
 }
 
 // The losses of a piece; returns its logits, in training turned into their gradient.
-static Tensor head_losses(const Model *m, const Weights *w, const Acts *a, int64_t first, int64_t rows) {
-    Tensor logits = head_logits(m, w, a, first, rows);
-    classifier_forward_backward(logits, head_piece(a->act[ACT_LOSSES], first, rows), a->targets + first, m->V, a->dloss, a->mode == FORWARD_TRAIN, m->stream);
+static Tensor head_losses(const Model *m, const Weights *w, const Acts *a, Tensor normalised, int64_t first, int64_t rows) {
+    Tensor logits = head_logits(m, w, a, normalised, first, rows);
+    tp_classifier(m->tp, logits, tensor_piece(a->act[ACT_LOSSES], first, rows), a->targets + first, m->V, a->dloss, a->mode == FORWARD_TRAIN, a->act[ACT_STATISTICS], m->stream);
     return logits;
 }
 
 static void head_forward(const Model *m, const Weights *w, const Acts *a) {
     const Tensor *act = a->act;
-    const int64_t N = tensor_rows(act[ACT_LN_F]), rows = tensor_rows(act[ACT_LOGITS]);
+    const int64_t N = a->B * a->T, rows = tensor_rows(act[ACT_LOGITS]);
     layernorm_forward(act[ACT_LN_F], act[ACT_LN_F_MEAN], act[ACT_LN_F_RSTD], a->x_in, w->t[HEAD_LN_F_W], w->t[HEAD_LN_F_B],
                       (float)m->c.layer_norm_epsilon, m->stream);
-    if (a->mode == FORWARD_LOGITS) head_logits(m, w, a, N - rows, rows);
+    if (a->mode == FORWARD_TRAIN) return;
+    Tensor normalised = block_gather(m, a, act[ACT_LN_F]);
+    if (a->mode == FORWARD_LOGITS) head_logits(m, w, a, normalised, a->first_logits, rows);
     if (a->mode == FORWARD_EVAL)
-        for (int64_t first = 0; first < N; first += rows) head_losses(m, w, a, first, min_i64(rows, N - first));
+        for (int64_t first = 0; first < N; first += rows) head_losses(m, w, a, normalised, first, min_i64(rows, N - first));
+}
+
+// Losses of the tokens that this rank answers for in a sum over all ranks: all tp ranks know those of all their rows.
+static Tensor head_counted_losses(const Model *m, const Acts *a) { return tp_own_rows(m->tp, a->act[ACT_LOSSES]); }
+
+static TokenBatch acts_tokens(const Model *m, const Acts *a) { return {a->tokens, a->B, a->T, m->V, m->sp.rank * a->T}; }
+
+static void embed_forward(const Model *m, const Weights *w, const Acts *a) {
+    const TokenBatch b = acts_tokens(m, a);
+    tp_embedding_forward(m->tp, a->x_out, &b, w->t[EMBED_WTE], w->t[EMBED_WPE], a->act[ACT_NARROW], m->stream);
 }
 
 static void unit_launch_forward(const Model *m, int unit, const Weights *w, const Acts *a) {
     switch (m->table.unit[unit].kind) {
-    case UNIT_EMBED: embedding_forward(a->x_out, a->tokens, w->t[EMBED_WTE], w->t[EMBED_WPE], m->V, 0, 0, m->stream); break;
+    case UNIT_EMBED: embed_forward(m, w, a); break;
     case UNIT_BLOCK: block_forward(m, w, a); break;
     case UNIT_HEAD: head_forward(m, w, a); break;
     }
 }
 
 // ---------------------------------------------------------------------------------------------------------------
+// Phases of backward. A block's can be split: gradients of activations, which others wait for, and gradients of weights, for which nobody
+// does (pipeline.cu). What is summed on the way, norms' weights and most biases, belongs to the first phase, and so do the other
+// units as a whole.
+
+typedef enum { PHASE_INPUT = 1, PHASE_WEIGHTS = 2, PHASE_BOTH = 3 } BackwardPhase;
+
+static BackwardPhase param_phase(UnitKind unit, int role) {
+    bool later = role == BLOCK_QKV_W || role == BLOCK_QKV_B || role == BLOCK_PROJ_W || role == BLOCK_FC_W || role == BLOCK_FCPROJ_W;
+    return unit == UNIT_BLOCK && later ? PHASE_WEIGHTS : PHASE_INPUT;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
 // Backward: the mirror of forward. dx carries the gradient of the residual stream; each branch adds to it through the
 // norm at its foot (layernorm_backward with dresidual = dx).
 
-// Gradients of one linear layer: of its input into dinp, of its weight, and of its bias, unless `dbias` is not given: then
-// another kernel sums dout, which passes it anyway.
-static void linear_backward(const Model *m, const Weights *w, const Grads *g, int role, Tensor dbias, Tensor dinp, Tensor dout, Tensor inp) {
-    linear_backward_input(dinp, tensor_none(), dout, w->t[role], tensor_none(), false, m->stream);
-    linear_backward_weight(g->t[role], dbias, dout, inp, g->accumulate[role], m->stream);
-}
-
-static void block_backward(const Model *m, const Weights *w, const Grads *g, const Acts *a) {
+// In two phases the gradients that the second one needs have memory of their own; in one they take turns in scratch, and the stream's is
+// changed in place.
+static void block_backward(const Model *m, const Weights *w, const Grads *g, const Acts *a, BackwardPhase phases) {
     const Tensor *act = a->act;
-    Tensor none = tensor_none(), dnarrow = act[ACT_NARROW];
-    Tensor dfc = act_view(act[ACT_WIDE], m->F), dqkv = act_view(act[ACT_WIDE], 3 * m->C);
-    for (int role = 0; role < ROLES_MAX; role++)
-        CHECK(!g->t[role].data || g->accumulate[role] == g->accumulate[BLOCK_LN_1_W], "gradients of role %d and %d of a block disagree", role, BLOCK_LN_1_W);
-    block_calls(m, w, a, true);
-    linear_backward_input(dfc, g->t[BLOCK_FC_B], a->dx, w->t[BLOCK_FCPROJ_W], act[ACT_FC_PRE], g->accumulate[BLOCK_FC_B], m->stream);
-    linear_backward_weight(g->t[BLOCK_FCPROJ_W], none, a->dx, act[ACT_FC_GELU], g->accumulate[BLOCK_FCPROJ_W], m->stream);
-    linear_backward(m, w, g, BLOCK_FC_W, none, dnarrow, dfc, act[ACT_LN_2]);
-    layernorm_backward(a->dx, g->t[BLOCK_LN_2_W], g->t[BLOCK_LN_2_B], g->t[BLOCK_FCPROJ_B], g->t[BLOCK_PROJ_B], dnarrow, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W],
-                       act[ACT_LN_2_MEAN], act[ACT_LN_2_RSTD], a->dx, g->accumulate[BLOCK_LN_2_W], m->stream);
-    linear_backward(m, w, g, BLOCK_PROJ_W, none, dnarrow, a->dx, act[ACT_ATT]);
-    attention_backward(dqkv, dnarrow, act[ACT_QKV], act[ACT_ATT], act[ACT_LSE], (int)m->NH, m->c.attention_window_size, m->deterministic, m->stream);
-    linear_backward(m, w, g, BLOCK_QKV_W, g->t[BLOCK_QKV_B], dnarrow, dqkv, act[ACT_LN_1]);
-    layernorm_backward(a->dx, g->t[BLOCK_LN_1_W], g->t[BLOCK_LN_1_B], none, none, dnarrow, a->x_in, w->t[BLOCK_LN_1_W],
-                       act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], a->dx, g->accumulate[BLOCK_LN_1_W], m->stream);
+    const bool input = phases & PHASE_INPUT, weights = phases & PHASE_WEIGHTS, split = phases != PHASE_BOTH;
+    const int64_t F = m->F / m->tp.size, C = m->C / m->tp.size;
+    const Stream s = m->stream;
+    const Tensor none = tensor_none(), dnarrow = act[ACT_NARROW], dout = split ? act[ACT_DOUT] : a->dx, dresidual = split ? act[ACT_DRESIDUAL_2] : a->dx;
+    const Tensor dfc = split ? act[ACT_DFC] : act_view(act[ACT_WIDE], F, 0), qkv_rows = act_view(act[ACT_WIDE], 3 * C, 0);
+    Tensor dqkv = split ? act_shaped(act[ACT_DQKV], qkv_rows) : qkv_rows; // by rows of tokens
+    for (int role = 0; role < ROLES_MAX; role++) {
+        int same = param_phase(UNIT_BLOCK, role) == PHASE_INPUT || !split ? BLOCK_LN_1_W : BLOCK_QKV_W;
+        CHECK(!g->t[role].data || g->accumulate[role] == g->accumulate[same], "gradients of role %d and %d of a block disagree", role, same);
+    }
+    if (input) block_calls(m, w, a, true);
+    if (input && split) device_copy(dout.data, a->dx.data, tensor_bytes(dout), COPY_ON_DEVICE, s);
+    Tensor all = block_gather(m, a, dout);
+    if (input) linear_backward_input(dfc, g->t[BLOCK_FC_B], all, w->t[BLOCK_FCPROJ_W], act[ACT_FC_PRE], g->accumulate[BLOCK_FC_B], s);
+    if (weights) linear_backward_weight(g->t[BLOCK_FCPROJ_W], none, all, act[ACT_FC_GELU], g->accumulate[BLOCK_FCPROJ_W], s);
+    if (input) linear_backward_input(dnarrow, none, dfc, w->t[BLOCK_FC_W], none, false, s);
+    if (weights) linear_backward_weight(g->t[BLOCK_FC_W], none, dfc, block_gather(m, a, act[ACT_LN_2]), g->accumulate[BLOCK_FC_W], s);
+    if (input) layernorm_backward(dresidual, g->t[BLOCK_LN_2_W], g->t[BLOCK_LN_2_B], g->t[BLOCK_FCPROJ_B], g->t[BLOCK_PROJ_B], block_scatter(m, dnarrow), act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W],
+                                  act[ACT_LN_2_MEAN], act[ACT_LN_2_RSTD], dout, g->accumulate[BLOCK_LN_2_W], s);
+    all = block_gather(m, a, dresidual);
+    Tensor datt = m->sp.size > 1 ? act_view(act[ACT_WIDE], C, 2) : act_view(dnarrow, C, 0);
+    if (input) linear_backward_input(datt, none, all, w->t[BLOCK_PROJ_W], none, false, s);
+    if (weights) linear_backward_weight(g->t[BLOCK_PROJ_W], none, all, block_attention_rows(m, a), g->accumulate[BLOCK_PROJ_W], s);
+    if (input) {
+        const Tensor dheads = act_shaped(m->sp.size > 1 ? act[ACT_WIDE] : dqkv, act[ACT_QKV]);
+        datt = act_shaped(seq_to_heads(m->sp, act_view(dnarrow, C, 0), datt, a->B, 1, datt, s), act[ACT_ATT]);
+        attention_backward(dheads, datt, act[ACT_QKV], act[ACT_ATT], act[ACT_LSE], block_heads(m), m->c.attention_window_size, m->deterministic, s);
+        // Nobody reads q, k and v any more: their memory takes their gradient, if it has to move and has no place of its own.
+        const Tensor place = m->sp.size > 1 && !split ? act_shaped(act[ACT_QKV], qkv_rows) : dqkv;
+        dqkv = act_shaped(heads_to_seq(m->sp, place, dheads, a->B, 3, dheads, s), qkv_rows);
+        linear_backward_input(dnarrow, none, dqkv, w->t[BLOCK_QKV_W], none, false, s);
+    }
+    if (weights) linear_backward_weight(g->t[BLOCK_QKV_W], g->t[BLOCK_QKV_B], dqkv, block_gather(m, a, act[ACT_LN_1]), g->accumulate[BLOCK_QKV_W], s); // and its bias, since it passes dqkv anyway
+    if (input) layernorm_backward(a->dx, g->t[BLOCK_LN_1_W], g->t[BLOCK_LN_1_B], none, none, block_scatter(m, dnarrow), a->x_in, w->t[BLOCK_LN_1_W],
+                                  act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], dresidual, g->accumulate[BLOCK_LN_1_W], s);
 }
 
 static void head_backward(const Model *m, const Weights *w, const Grads *g, const Acts *a) {
     const Tensor *act = a->act;
-    const int64_t N = tensor_rows(act[ACT_LN_F]), rows = tensor_rows(act[ACT_LOGITS]);
+    const int64_t N = a->B * a->T, rows = tensor_rows(act[ACT_LOGITS]);
+    Tensor normalised = block_gather(m, a, act[ACT_LN_F]);
     for (int64_t first = 0; first < N; first += rows) {
         const int64_t n = min_i64(rows, N - first);
-        Tensor dlogits = head_losses(m, w, a, first, n);
-        linear_backward_input(head_piece(act[ACT_NARROW], first, n), tensor_none(), dlogits, w->t[HEAD_W], tensor_none(), false, m->stream);
-        linear_backward_weight(g->t[HEAD_W], tensor_none(), dlogits, head_piece(act[ACT_LN_F], first, n), g->accumulate[HEAD_W] || first > 0, m->stream);
+        Tensor dlogits = head_losses(m, w, a, normalised, first, n);
+        linear_backward_input(tensor_piece(act[ACT_NARROW], first, n), tensor_none(), dlogits, w->t[HEAD_W], tensor_none(), false, m->stream);
+        linear_backward_weight(g->t[HEAD_W], tensor_none(), dlogits, tensor_piece(normalised, first, n), g->accumulate[HEAD_W] || first > 0, m->stream);
     }
-    layernorm_backward(a->dx, g->t[HEAD_LN_F_W], g->t[HEAD_LN_F_B], tensor_none(), tensor_none(), act[ACT_NARROW], a->x_in, w->t[HEAD_LN_F_W],
+    layernorm_backward(a->dx, g->t[HEAD_LN_F_W], g->t[HEAD_LN_F_B], tensor_none(), tensor_none(), block_scatter(m, act[ACT_NARROW]), a->x_in, w->t[HEAD_LN_F_W],
                        act[ACT_LN_F_MEAN], act[ACT_LN_F_RSTD], tensor_none(), g->accumulate[HEAD_LN_F_W], m->stream);
 }
 
-static void unit_launch_backward(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a) {
+static void embed_backward(const Model *m, const Grads *g, const Acts *a) {
+    const TokenBatch b = acts_tokens(m, a);
+    tp_embedding_backward(m->tp, g->t[EMBED_WTE], g->t[EMBED_WPE], &b, a->dx, g->accumulate[EMBED_WTE], g->accumulate[EMBED_WPE], a->act[ACT_GATHERED], m->stream);
+}
+
+static void unit_launch_backward(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a, BackwardPhase phases) {
     switch (m->table.unit[unit].kind) {
-    case UNIT_EMBED:
-        embedding_backward(g->t[EMBED_WTE], g->t[EMBED_WPE], a->tokens, a->dx, m->V, 0, 0, g->accumulate[EMBED_WTE], g->accumulate[EMBED_WPE], m->stream);
-        break;
-    case UNIT_BLOCK: block_backward(m, w, g, a); break;
+    case UNIT_EMBED: embed_backward(m, g, a); break;
+    case UNIT_BLOCK: block_backward(m, w, g, a, phases); break;
     case UNIT_HEAD: head_backward(m, w, g, a); break;
     }
 }
@@ -665,30 +772,29 @@ static void unit_launch_backward(const Model *m, int unit, const Weights *w, con
 typedef struct {
     const Model *model;
     int64_t unit;
-    int64_t backward; // 0 or 1
-    Weights w;
+    int64_t backward; // BackwardPhase; 0: forward
+    Weights w;        // zeros in the second phase of backward, which does not need them
     Grads g;          // zeros in forward
     Acts a;
 } UnitJob;
 
 static void unit_job(const void *args) {
     const UnitJob *j = (const UnitJob *)args;
-    if (j->backward) unit_launch_backward(j->model, (int)j->unit, &j->w, &j->g, &j->a);
+    if (j->backward) unit_launch_backward(j->model, (int)j->unit, &j->w, &j->g, &j->a, (BackwardPhase)j->backward);
     else unit_launch_forward(j->model, (int)j->unit, &j->w, &j->a);
 }
 
-// g: null in forward.
-static void unit_run(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a) {
+static void unit_run(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a, int phases) {
     UnitJob j;
     memset(&j, 0, sizeof j); // its bytes are compared
     j.model = m;
     j.unit = unit;
-    j.backward = g != NULL;
-    j.w = *w;
+    j.backward = phases;
+    if (w) j.w = *w;
     if (g) j.g = *g;
     j.a = *a;
     graph_run(m->graphs, unit_job, &j, sizeof j);
 }
 
-static void unit_forward(const Model *m, int unit, const Weights *w, const Acts *a) { unit_run(m, unit, w, NULL, a); }
-static void unit_backward(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a) { unit_run(m, unit, w, g, a); }
+static void unit_forward(const Model *m, int unit, const Weights *w, const Acts *a) { unit_run(m, unit, w, NULL, a, 0); }
+static void unit_backward(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a, BackwardPhase phases) { unit_run(m, unit, w, g, a, phases); }

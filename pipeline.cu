@@ -32,6 +32,7 @@
 // Read next: optimizer.cu.
 #pragma once
 #include "dsconfig.h"
+#include "runtime/groups.h"
 
 typedef enum { OP_LOAD, OP_RECV_F, OP_FWD, OP_SEND_F, OP_RECV_B, OP_BWD, OP_SEND_B, OP_WGRAD, OP_COUNT } Op;
 
@@ -54,6 +55,8 @@ typedef struct {
     Instr *prog;
     int n;
     int *n_slots;        // by chunk: micro-batches in flight at once
+    int *n_pending;      // by chunk: of them, between the two phases of backward at once; 0 if it is not split
+    int *first;          // [n_stages * n_chunks + 1] first unit of each chunk of the model, and the number of units
 } Pipeline;
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -213,6 +216,8 @@ static void order_zb_v(Pipeline *p) {
         while (weights[chunk] < n) pipeline_compute(p, OP_WGRAD, chunk, weights[chunk]++);
 }
 
+static const char *const pipeline_names[] = {"1F1B", "GPipe", "Interleaved", "ZB-H1", "ZB-V"}; // as the configuration calls them
+
 static const struct {
     void (*order)(Pipeline *p);
     bool split_w;
@@ -233,23 +238,28 @@ static bool pipeline_hands_over(const Pipeline *p, int chunk) {
 
 // How many micro-batches are in a chunk at once: they are neighbours, so slot mb % n_slots is free when it is needed.
 static void pipeline_count_slots(Pipeline *p) {
-    int *in_flight = (int *)host_alloc(sizeof(int) * (size_t)p->n_chunks), *ends = (int *)host_alloc(sizeof(int) * (size_t)p->n_chunks * (size_t)p->n_micro_batches);
+    int *in_flight = (int *)host_alloc(sizeof(int) * (size_t)p->n_chunks), *waiting = (int *)host_alloc(sizeof(int) * (size_t)p->n_chunks), *ends = (int *)host_alloc(sizeof(int) * (size_t)p->n_chunks * (size_t)p->n_micro_batches);
     for (int i = 0; i < p->n; i++) {
         Instr in = p->prog[i];
         if (in.op == OP_FWD) p->n_slots[in.chunk] = (int)max_i64(p->n_slots[in.chunk], ++in_flight[in.chunk]);
+        if (in.op == OP_BWD && p->split_w) p->n_pending[in.chunk] = (int)max_i64(p->n_pending[in.chunk], ++waiting[in.chunk]);
+        if (in.op == OP_WGRAD) waiting[in.chunk]--;
         if (in.op != pipeline_last_op(p)) continue;
         for (int c = in.chunk; c >= 0 && (c == in.chunk || pipeline_hands_over(p, c)); c--)
             if (++ends[c * p->n_micro_batches + in.mb] == 1 + pipeline_hands_over(p, c)) in_flight[c]--;
     }
     free(in_flight);
+    free(waiting);
     free(ends);
 }
 
 static void pipeline_make(Pipeline *p, PipelineSchedule schedule, int n_stages, int n_chunks, int stage, int n_micro_batches) {
     memset(p, 0, sizeof *p);
     if (n_stages == 1) schedule = PIPELINE_1F1B; // all are this one
-    *p = {schedule, n_stages, stage, n_chunks, n_micro_batches, schedules[schedule].split_w, NULL, 0, NULL};
+    *p = {schedule, n_stages, stage, n_chunks, n_micro_batches, schedules[schedule].split_w, NULL, 0, NULL, NULL, NULL};
     p->n_slots = (int *)host_alloc(sizeof(int) * (size_t)n_chunks);
+    p->n_pending = (int *)host_alloc(sizeof(int) * (size_t)n_chunks);
+    p->first = (int *)host_alloc(sizeof(int) * (size_t)(n_stages * n_chunks + 1));
     p->prog = (Instr *)host_alloc(sizeof(Instr) * OP_COUNT * (size_t)n_micro_batches * (size_t)n_chunks);
     schedules[schedule].order(p);
     pipeline_count_slots(p);
@@ -258,6 +268,8 @@ static void pipeline_make(Pipeline *p, PipelineSchedule schedule, int n_stages, 
 static void pipeline_free(Pipeline *p) {
     free(p->prog);
     free(p->n_slots);
+    free(p->n_pending);
+    free(p->first);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -469,16 +481,82 @@ static PipelineReport pipeline_simulate(const Pipeline *p, const ChunkCost *cost
 // ---------------------------------------------------------------------------------------------------------------
 // What the trainer calls
 
-static int pipeline_n_slots(void) { return 1; } // with one stage each micro-batch goes backward before the next is loaded
-
-// The program of this stage, when those of all stages have been found right together. Returns the ideal bubble for these costs.
-static double pipeline_init(Pipeline *p, PipelineSchedule schedule, int n_stages, int n_chunks, int stage, int n_micro_batches, const ChunkCost *cost) {
+// The program of this stage, when those of all stages have been found right together. first, cost: of all chunks of the model. Returns the
+// ideal bubble for these costs.
+static double pipeline_init(Pipeline *p, PipelineSchedule schedule, int n_stages, int n_chunks, int stage, int n_micro_batches, const int *first, const ChunkCost *cost) {
     Pipeline *all = (Pipeline *)host_alloc(sizeof(Pipeline) * (size_t)n_stages);
     for (int s = 0; s < n_stages; s++) pipeline_make(&all[s], schedule, n_stages, n_chunks, s, n_micro_batches);
     PipelineReport r = pipeline_simulate(all, cost, pipeline_channels);
     CHECK(!r.wrong[0], "%s", r.wrong);
     for (int s = 0; s < n_stages; s++) if (s != stage) pipeline_free(&all[s]);
     *p = all[stage];
+    memcpy(p->first, first, sizeof(int) * (size_t)(n_stages * n_chunks + 1));
     free(all);
     return r.bubble;
+}
+
+// What one pass over the model is on this stage, without a backward pass: evaluation, sampling. Returns the number of instructions, at
+// most 3 a chunk.
+static int pipeline_pass(const Pipeline *p, Instr *prog) {
+    Pipeline pass = *p;
+    int n = 0;
+    pass.prog = prog;
+    pass.n = 0;
+    pass.n_micro_batches = 1;
+    for (int c = 0; c < p->n_chunks; c++) pipeline_compute(&pass, OP_FWD, c, 0);
+    for (int i = 0; i < pass.n; i++) if (prog[i].op != OP_LOAD) prog[n++] = prog[i];
+    return n;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Links: what each channel goes by. A group is for messages from one stage to another of one kind, forward or backward.
+
+typedef struct {
+    Group group[PIPELINE_CHANNELS];   // of two ranks; of none where the channel is not used
+    Stream stream[PIPELINE_CHANNELS];
+    Event computed;                   // orders a send behind the computation: recorded, and at once waited for
+} PipelineLinks;
+
+// All ranks of the job come here.
+static void links_create(PipelineLinks *l, const Pipeline *p, const ProcessGrid *grid) {
+    memset(l, 0, sizeof *l);
+    l->computed = event_create();
+    for (int whole = 0; whole < pipeline_last(p); whole++) {
+        int from = pipeline_stage_of(p, whole), to = pipeline_stage_of(p, whole + 1);
+        bool known = from == to;
+        for (int k = 0; k < whole; k++) known = known || (pipeline_stage_of(p, k) == from && pipeline_stage_of(p, k + 1) == to);
+        for (int back = 0; back < 2 && !known; back++) {
+            int sender = back ? to : from, receiver = back ? from : to;
+            Group g = group_of_stages(grid, (int)min_i64(from, to), (int)max_i64(from, to));
+            if (p->stage == sender) l->group[pipeline_channels[receiver < sender][back ? OP_SEND_B : OP_SEND_F]] = g;
+            if (p->stage == receiver) l->group[pipeline_channels[sender < receiver][back ? OP_RECV_B : OP_RECV_F]] = g;
+        }
+    }
+    for (int c = 0; c < PIPELINE_CHANNELS; c++) if (l->group[c].size) l->stream[c] = stream_create_urgent();
+}
+
+static void links_free(PipelineLinks *l) {
+    for (int c = 0; c < PIPELINE_CHANNELS; c++) {
+        if (l->stream[c]) stream_destroy(l->stream[c]);
+        if (l->group[c].size) comm_group_free(&l->group[c]);
+    }
+    event_destroy(l->computed);
+}
+
+// What the computation has made until now goes to the neighbour; `sent` is recorded when it has left.
+static void link_send(PipelineLinks *l, const Pipeline *p, Instr in, const void *x, int64_t bytes, Stream compute, Event sent) {
+    int c = pipeline_channels[in.peer < p->stage][in.op];
+    event_record(l->computed, compute);
+    stream_wait_event(l->stream[c], l->computed);
+    comm_send(l->group[c], x, bytes, 1 - l->group[c].rank, l->stream[c]);
+    event_record(sent, l->stream[c]);
+}
+
+// It comes as soon as `room` is reached, and the computation goes on when it is there.
+static void link_receive(PipelineLinks *l, const Pipeline *p, Instr in, void *x, int64_t bytes, Event room, Event here, Stream compute) {
+    int c = pipeline_channels[in.peer < p->stage][in.op];
+    stream_wait_event(l->stream[c], room);
+    comm_receive(l->group[c], x, bytes, 1 - l->group[c].rank, l->stream[c]);
+    event_record(here, l->stream[c]);
+    stream_wait_event(compute, here);
 }

@@ -298,8 +298,7 @@ static void print_plan_header(const Config *first, const DeviceInfo *device) {
            m.arch->name, c->n_layer, c->n_head, c->n_embd, c->n_inner, c->vocab_size, table_param_count(&m.table), dtype_name(first->dtype), optimizer_rules[first->optimizer.type].name, first->zero.stage, first->run.seq_len);
     model_free(&m);
     const ParallelConfig *n = &first->parallel;
-    static const char *const schedules_by_name[] = {"1F1B", "GPipe", "Interleaved", "ZB-H1", "ZB-V"};
-    if (n->tensor * n->pipeline * n->sequence > 1) printf("tensor %" PRId64 " x pipeline %" PRId64 " (%s) x sequence %" PRId64 "; the other ranks are data parallel\n", n->tensor, n->pipeline, schedules_by_name[n->pipeline_schedule], n->sequence);
+    if (n->tensor * n->pipeline * n->sequence > 1) printf("tensor %" PRId64 " x pipeline %" PRId64 " (%s) x sequence %" PRId64 "; the other ranks are data parallel\n", n->tensor, n->pipeline, pipeline_names[n->pipeline_schedule], n->sequence);
     if (device) printf("device: %s, %.1f GiB\n", device->name, (double)device->memory_bytes / (1 << 30));
 }
 

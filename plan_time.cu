@@ -159,7 +159,7 @@ static ChunkCost unit_compute(const StagePlan *s, int unit) {
         break;
     case UNIT_BLOCK: {
         double products = 2 * local * (4 * C * C + 2 * C * F) / rate, attention = 4 * local * attention_seen(m, T) * C;
-        double again = acts_flops_per_token(&s->acts) / (double)m->L * local / rate + (double)recompute_bytes_per_token(m, s->acts.policy) * local / RATE_KERNELS;
+        double again = acts_flops_per_token(&s->acts) / (double)m->L * local / rate + (double)recompute_bytes_per_token(m, s->acts.policy) * N / RATE_KERNELS;
         c.forward = products + attention / attention_rate(head_size, T, false) + local * 6 * C * e / RATE_KERNELS;                  // two norms, one with a sum
         c.backward = products + 2.5 * attention / attention_rate(head_size, T, true) + local * 8 * C * e / RATE_KERNELS + again; // two norms
         c.weights = products + local * (F + 3 * C) * e / RATE_KERNELS;                                                                     // biases
@@ -203,7 +203,7 @@ static ChunkWork chunk_work(const StagePlan *s, int whole) {
     memset(&w, 0, sizeof w);
     double gathered = gathered_share(s);
     for (int u = p->first[whole]; u < p->first[whole + 1]; u++) chunk_add_unit(&w, s, u, gathered);
-    w.stored = (double)acts_slot_host_bytes(&s->acts) / p->n_chunks;
+    w.stored = (double)acts_slot_host_bytes(&s->acts) * (p->first[whole + 1] - p->first[whole]) / s->m->table.n_units; // of the whole model's
     if (whole + 1 < p->n_chunks * p->size.pp && plan_stage_of(p, whole + 1) != plan_stage_of(p, whole)) w.sent = s->stream_bytes / p->size.tp;
     return w;
 }

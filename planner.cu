@@ -30,6 +30,11 @@ static void resolve_model(Config *cfg) {
     int64_t HS = m->n_embd / m->n_head;
     if (KERNELS_ON_GPU && (HS % 8 != 0 || HS > 128))
         die_alike(EXIT_CONFIG, "train_gpt.model.n_embd / n_head = %" PRId64 ": the GPU's attention takes head sizes that are multiples of 8 up to 128; change n_head", HS);
+    SplitRule rule[SPLIT_RULES];
+    config_split_rules(cfg, rule);
+    for (int i = 0; i < SPLIT_RULES; i++)
+        if (rule[i].size % rule[i].degree != 0)
+            die_alike(EXIT_CONFIG, "%s = %" PRId64 ": %s the model's %" PRId64 " %s; choose a divisor", rule[i].key, rule[i].key[0] == 't' ? cfg->parallel.tensor : cfg->parallel.sequence, rule[i].verb, rule[i].size, rule[i].what);
     if (cfg->batch.vocabulary_size && cfg->batch.vocabulary_size != m->vocab_size)
         die_alike(EXIT_CONFIG, "vocabulary_size = %" PRId64 ": the model's vocabulary has %" PRId64 " tokens; remove the key or make them equal", cfg->batch.vocabulary_size, m->vocab_size);
 }
@@ -41,6 +46,78 @@ static int64_t plan_copy_bytes(const Config *cfg, const Model *m, const ZeroLayo
     return numel * 4 * (1 + l->n_states);
 }
 
+// What a chunk takes for a micro-batch, in floating-point operations of a sample. The embedding takes none that count; logits and losses
+// are made in the head's backward, with the gradients of its weights.
+static ChunkCost plan_chunk_cost(const Model *m, const ActLayout *chunk) {
+    const double C = (double)m->C, linear = 2 * C * (4 * C + 2 * (double)m->F), attention = 4 * attention_seen(m, chunk->T) * C, blocks = acts_n_blocks(chunk);
+    ChunkCost cost = {blocks * (linear + attention), blocks * (linear + 2 * attention) + acts_flops_per_token(chunk), blocks * linear};
+    if (acts_has_head(chunk)) cost.backward += 6 * C * (double)m->V;
+    return cost;
+}
+
+// First units of n_chunks chunks of the model, and the number of units; to be freed. Chunks are even in parameters, or in blocks.
+static int *plan_cut(const Config *cfg, const Model *whole, int n_chunks) {
+    const ParamTable *table = &whole->table;
+    int64_t *weight = (int64_t *)host_alloc(sizeof(int64_t) * (size_t)table->n_units);
+    for (int i = 0; i < table->n_rows; i++) weight[table->row[i].unit] += param_numel(&table->row[i]); // a tied table is held twice
+    for (int u = 0; u < table->n_units && cfg->parallel.pipeline_partition == PARTITION_UNIFORM; u++) weight[u] = table->unit[u].kind == UNIT_BLOCK;
+    int *first = (int *)host_alloc(sizeof(int) * (size_t)(n_chunks + 1));
+    pipeline_cut(weight, table->n_units, n_chunks, first);
+    free(weight);
+    return first;
+}
+
+// The program of a rank's stage, and which units its chunks have. Returns the ideal bubble. cfg is resolved; to be freed by pipeline_free.
+static double plan_pipeline(const Config *cfg, const ModelConfig *sizes, ProcessGrid grid, Pipeline *pipe) {
+    const ParallelConfig *p = &cfg->parallel;
+    int n_chunks = pipeline_n_chunks(p->pipeline_schedule, grid.size.pp, (int)p->virtual_pipeline), all = grid.size.pp * n_chunks;
+    Model whole;
+    model_init(&whole, sizes, model_whole, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, NULL);
+    int *first = plan_cut(cfg, &whole, all);
+    ChunkCost *cost = (ChunkCost *)host_alloc(sizeof(ChunkCost) * (size_t)all);
+    ActLayout l = acts_layout(cfg, &whole, 1, 1, true);
+    for (int c = 0; c < all; c++) {
+        l.first = first[c];
+        l.last = first[c + 1] - 1;
+        acts_cut_segments(&l, &cfg->activation_checkpointing);
+        cost[c] = plan_chunk_cost(&whole, &l);
+    }
+    double bubble = pipeline_init(pipe, p->pipeline_schedule, grid.size.pp, n_chunks, grid.coord.pp, (int)cfg->batch.gradient_accumulation_steps, first, cost);
+    model_free(&whole);
+    free(first);
+    free(cost);
+    return bubble;
+}
+
+// The stage of each unit, to be freed.
+static int *plan_unit_stages(const Pipeline *p) {
+    int *stage = (int *)host_alloc(sizeof(int) * (size_t)p->first[pipeline_last(p) + 1]);
+    for (int whole = 0; whole <= pipeline_last(p); whole++)
+        for (int u = p->first[whole]; u < p->first[whole + 1]; u++) stage[u] = pipeline_stage_of(p, whole);
+    return stage;
+}
+
+// The part of the model that a rank of the grid holds. stage: see plan_unit_stages.
+static ModelPart plan_part(ProcessGrid grid, const int *stage) { return {grid.size.tp, grid.coord.tp, grid.coord.pp, stage}; }
+
+// The layouts of the activations of a stage's chunks. To evaluate or to sample, one micro-batch at a time is enough.
+static void plan_acts(const Config *cfg, const Model *m, const Pipeline *p, int64_t B, bool with_backward, ActLayout *layout) {
+    int longest = 0;
+    for (int c = 0; c < p->n_chunks; c++) {
+        ActLayout *l = &layout[c];
+        int whole = pipeline_whole(p, p->stage, c);
+        *l = acts_layout(cfg, m, with_backward ? p->n_slots[c] : 1, B, with_backward);
+        l->first = p->first[whole];
+        l->last = p->first[whole + 1] - 1;
+        l->n_pending = with_backward ? p->n_pending[c] : 0;
+        l->taken_over = c > 0 && pipeline_hands_over(p, c - 1);
+        l->borrows = c > 0;
+        acts_cut_segments(l, &cfg->activation_checkpointing);
+        longest = (int)max_i64(longest, l->longest);
+    }
+    for (int c = 0; c < p->n_chunks; c++) layout[c].longest = longest;
+}
+
 // What device_malloc will have given to rank grid.rank at its peak. cfg and m are resolved; B: samples of a micro-batch;
 // with_backward: to train; one_host: all ranks are on one, and reach each other's memory. *host, unless null: what the rank will
 // have of host memory for what lies there.
@@ -48,13 +125,22 @@ static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid
     int64_t T = cfg->run.seq_len;
     ZeroOptions options = zero_options(&cfg->zero);
     options.direct_exchange = options.direct_exchange && one_host;
+    Pipeline pipe;
+    plan_pipeline(cfg, &m->c, grid, &pipe);
+    options.split_backward = pipe.split_w;
+    ActLayout *acts = (ActLayout *)host_alloc(sizeof(ActLayout) * (size_t)pipe.n_chunks);
+    plan_acts(cfg, m, &pipe, B, with_backward, acts);
     ZeroLayout zero = zero_layout(m, options, grid.zero_size, grid.zero_rank, optimizer_n_states(&cfg->optimizer), with_backward);
-    ActLayout acts = acts_layout(cfg, m, pipeline_n_slots(), B, with_backward);
     MemoryUse use = zero.bytes;
-    if (host) *host = zero.host_bytes, host->bytes[MEMORY_ACTIVATIONS] += acts_host_bytes(&acts), host->bytes[MEMORY_BUFFERS] += plan_copy_bytes(cfg, m, &zero);
+    if (host) *host = zero.host_bytes, host->bytes[MEMORY_BUFFERS] += plan_copy_bytes(cfg, m, &zero);
+    for (int c = 0; c < pipe.n_chunks; c++) {
+        if (host) host->bytes[MEMORY_ACTIVATIONS] += acts_host_bytes(&acts[c]);
+        use.bytes[MEMORY_ACTIVATIONS] += acts_bytes(&acts[c]);
+    }
     zero_layout_free(&zero);
-    use.bytes[MEMORY_ACTIVATIONS] = acts_bytes(&acts);
-    use.bytes[MEMORY_SCRATCH] = scratch_bytes(B, T, m->C, m->NH) + optimizer_bytes() + (int64_t)sizeof(double); // the last: Trainer.eval_sum
+    pipeline_free(&pipe);
+    free(acts);
+    use.bytes[MEMORY_SCRATCH] = scratch_bytes(B * T / m->sp.size, m->C, B, T, block_heads(m), m->C / m->NH) + optimizer_bytes() + (int64_t)sizeof(double); // the last: Trainer.eval_sum
     if (cfg->run.replica_check_every > 0) use.bytes[MEMORY_SCRATCH] += replicas_bytes(m, grid.zero_size);
     return use;
 }
@@ -115,11 +201,7 @@ static void plan_open(Plan *p, const Config *cfg) {
     for (int s = 0; s < p->size.pp; s++) pipeline_make(&p->pipe[s], c->pipeline_schedule, p->size.pp, p->n_chunks, s, plan_micro_batches(cfg));
     Model whole;
     model_init(&whole, &cfg->model, model_whole, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, NULL);
-    int64_t *weight = (int64_t *)host_alloc(sizeof(int64_t) * (size_t)n_units);
-    for (int u = 0; u < n_units; u++) weight[u] = whole.table.unit[u].numel;
-    p->first = (int *)host_alloc(sizeof(int) * (size_t)(chunks + 1));
-    pipeline_cut(weight, n_units, chunks, p->first);
-    free(weight);
+    p->first = plan_cut(cfg, &whole, chunks);
     model_free(&whole);
     p->stage = (int *)host_alloc(sizeof(int) * (size_t)n_units);
     for (int k = 0; k < chunks; k++)
@@ -147,6 +229,7 @@ static ZeroLayout plan_stage_zero(const Plan *p, int stage) {
     ProcessGrid grid = plan_stage_grid(p, stage);
     ZeroOptions options = zero_options(&p->cfg->zero);
     options.direct_exchange = options.direct_exchange && plan_one_host(p);
+    options.split_backward = p->pipe[stage].split_w;
     return zero_layout(&p->model[stage], options, grid.zero_size, grid.zero_rank, optimizer_n_states(&p->cfg->optimizer), true);
 }
 

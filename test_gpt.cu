@@ -23,19 +23,22 @@ static CommWorld test_world; // the ranks that run the tests
 #include "tests/test_graphs.h"
 #include "tests/test_offload.h"
 #include "tests/test_recompute.h"
+#include "tests/test_tensor.h"
+#include "tests/test_stages.h"
 #include "tests/test_comm.h"
 #include "tests/test_rendezvous.h"
 #include "tests/test_aio.h"
 #include "tests/test_nvme.h"
+#include "tests/test_combinations.h"
 #include "tests/test_plan.h"
 
 static const TestSection test_sections[] = {
     {"config", config_tests},   {"kernels", kernel_tests},       {"data", data_tests},     {"formats", format_tests},
     {"tables", table_tests},    {"schedules", schedule_tests},   {"pipeline", pipeline_tests}, {"golden", golden_tests}, {"trainer", trainer_tests},
-    {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"shards", shards_tests}, {"layouts", layouts_tests}, {"parallel", parallel_tests}, {"zero", zero_tests},
-    {"graphs", graph_tests},    {"offload", offload_tests},   {"recompute", recompute_tests}, {"comm", comm_tests},       {"rendezvous", rendezvous_tests},
+    {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"shards", shards_tests}, {"layouts", layouts_tests}, {"parallel", parallel_tests}, {"zero", zero_tests}, {"stages", stages_tests},
+    {"graphs", graph_tests},    {"offload", offload_tests},   {"recompute", recompute_tests}, {"tensor", tensor_tests}, {"comm", comm_tests},       {"rendezvous", rendezvous_tests},
     {"aio", aio_tests},         {"nvme", nvme_tests},         {"plan", plan_tests},
-    {"hang", hang_tests},
+    {"combinations", combination_tests}, {"hang", hang_tests},
 };
 
 // Whether the command line names this row, or its section.

@@ -16,18 +16,26 @@
 // ---------------------------------------------------------------------------------------------------------------
 // Forward and backward of the units of a chunk
 
-// Copies n samples, from `first` on, into the slot; rows up to B that the set does not have are filled with tokens
-// that carry no loss.
+// Of B samples of T tokens, those from `first` on, n of each sample, without gaps.
+static void keep_tokens(int32_t *tokens, int64_t B, int64_t T, int64_t first, int64_t n) {
+    for (int64_t b = 0; b < B && n < T; b++) memmove(tokens + b * n, tokens + b * T + first, (size_t)n * 4);
+}
+
+// Copies this rank's tokens of n samples, from `first` on, into the slot, as far as its chunk needs them; rows up to B that the set does
+// not have are filled with tokens that carry no loss.
 static void load_samples(Trainer *t, DataLoader *d, ActSlot *a, int64_t first, int64_t n, int64_t B) {
-    int64_t T = t->cfg->run.seq_len, side = t->staged++ % 2;
+    int64_t T = t->cfg->run.seq_len, own = T / t->grid.size.sp, side = t->staged++ % 2;
     int32_t *tokens = t->staging[side], *targets = tokens + B * T;
+    a->B = B;
+    a->T = own;
+    if (!a->tokens && !a->targets) return;
     event_sync(t->staging_free[side]); // without it the host would overwrite tokens that are still being copied
     if (n > 0) dataloader_fetch(d, first, n, tokens, targets);
     for (int64_t i = n * T; i < B * T; i++) tokens[i] = 0, targets[i] = -1;
-    a->B = B;
-    a->T = T;
-    device_copy(a->tokens, tokens, B * T * 4, COPY_TO_DEVICE, t->stream);
-    device_copy(a->targets, targets, B * T * 4, COPY_TO_DEVICE, t->stream);
+    keep_tokens(tokens, B, T, t->grid.coord.sp * own, own);
+    keep_tokens(targets, B, T, t->grid.coord.sp * own, own);
+    if (a->tokens) device_copy(a->tokens, tokens, B * own * 4, COPY_TO_DEVICE, t->stream);
+    if (a->targets) device_copy(a->targets, targets, B * own * 4, COPY_TO_DEVICE, t->stream);
     event_record(t->staging_free[side], t->stream);
 }
 
@@ -37,57 +45,116 @@ static void load_micro_batch(Trainer *t, int mb, ActSlot *a) {
     int64_t first = t->samples + (mb * D + t->grid.coord.dp) * B;
     load_samples(t, &t->train, a, first, B, B);
     dataloader_prefetch(&t->train, first + D * B, B);
-    a->mode = FORWARD_TRAIN;
 }
 
-static void forward_unit(Trainer *t, ActSlot *a, ActVisit v) {
+static void forward_unit(Trainer *t, ActStore *store, ActSlot *a, ActVisit v) {
     Weights w = zero_fetch(&t->zero, v.unit);
-    Acts s = acts_begin(&t->acts, a, v);
+    Acts s = acts_begin(store, a, v);
     unit_forward(&t->model, v.unit, &w, &s);
-    acts_end(&t->acts, a, v);
+    acts_end(store, a, v);
     zero_release(&t->zero, v.unit);
 }
 
-static void backward_unit(Trainer *t, ActSlot *a, ActVisit v) {
+static void backward_unit(Trainer *t, ActStore *store, ActSlot *a, ActVisit v, BackwardPhase phases) {
     Weights w = zero_fetch(&t->zero, v.unit);
     Grads g = zero_grad_begin(&t->zero, v.unit);
-    Acts s = acts_begin(&t->acts, a, v);
-    unit_backward(&t->model, v.unit, &w, &g, &s);
-    if (s.act[ACT_LOSSES].data) sum_to_double(&t->opt.sums[SUM_LOSS], s.act[ACT_LOSSES], true, t->stream);
-    acts_end(&t->acts, a, v);
-    zero_grad_end(&t->zero, v.unit);
+    Acts s = acts_begin(store, a, v);
+    unit_backward(&t->model, v.unit, &w, &g, &s, phases);
+    if (s.act[ACT_LOSSES].data) sum_to_double(&t->opt.sums[SUM_LOSS], head_counted_losses(&t->model, &s), true, t->stream);
+    acts_end(store, a, v);
+    zero_grad_end(&t->zero, v.unit, phases);
     zero_release(&t->zero, v.unit);
 }
 
 static void forward_chunk(Trainer *t, int chunk, ActSlot *a) {
-    (void)chunk; // one stage: the chunk is the whole model
-    for (int i = 0; i < t->acts.n_forward; i++) forward_unit(t, a, t->acts.forward[i]);
+    ActStore *store = &t->acts[chunk];
+    for (int i = 0; i < store->n_forward; i++) forward_unit(t, store, a, store->forward[i]);
 }
 
 // The units in descending order; with activation checkpointing some go forward again before.
-static void backward_chunk(Trainer *t, int chunk, ActSlot *a) {
-    (void)chunk;
-    for (int i = 0; i < t->acts.n_backward; i++) {
-        ActVisit v = t->acts.backward[i];
-        if (v.pass == ACTS_BACKWARD) backward_unit(t, a, v);
-        else forward_unit(t, a, v);
+static void backward_chunk(Trainer *t, int chunk, ActSlot *a, BackwardPhase phases) {
+    ActStore *store = &t->acts[chunk];
+    for (int i = 0; i < store->n_backward; i++) {
+        ActVisit v = store->backward[i];
+        if (v.pass == ACTS_BACKWARD) backward_unit(t, store, a, v, phases);
+        else forward_unit(t, store, a, v);
     }
+    zero_reduce_bucket(&t->zero);
+}
+
+// The phase that needs no weights.
+static void backward_chunk_weights(Trainer *t, int chunk, ActSlot *a) {
+    ActStore *store = &t->acts[chunk];
+    for (int i = 0; i < store->n_weights; i++) {
+        ActVisit v = store->weights[i];
+        Grads g = zero_grad_begin(&t->zero, v.unit);
+        Acts s = acts_begin(store, a, v);
+        unit_backward(&t->model, v.unit, NULL, &g, &s, PHASE_WEIGHTS);
+        acts_end(store, a, v);
+        zero_grad_end(&t->zero, v.unit, PHASE_WEIGHTS);
+    }
+    zero_reduce_bucket(&t->zero);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Instructions
+
+// The slot of a micro-batch is its own from its first instruction on. Its last user's input is overwritten when that user is through,
+// its output and gradient when they have left.
+static void begin_chunk(Trainer *t, Instr in, ActSlot *a, ForwardMode mode) {
+    a->mb = in.mb;
+    a->mode = mode;
+    stream_wait_event(t->stream, a->x_sent);
+    stream_wait_event(t->stream, a->dx_sent);
+    event_record(a->begun, t->stream);
+    ActStore *store = &t->acts[in.chunk];
+    if (store->layout.taken_over) {
+        ActStore *before = &t->acts[in.chunk - 1];
+        acts_take_over(store, a, &before->slot[in.mb % before->n_slots]);
+    }
+}
+
+// Executes, or enqueues, an instruction of a program.
+static void execute(Trainer *t, Instr in, ForwardMode mode) {
+    ActStore *store = &t->acts[in.chunk];
+    ActSlot *a = &store->slot[in.mb % store->n_slots];
+    int64_t bytes = tensor_bytes(stream_tensor(&t->model, a->B, a->T, NULL)); // of this rank's rows of the residual stream
+    int first = store->layout.first, next = store->layout.last + 1;
+    t->zero.last_micro_batch = in.mb == t->pipe.n_micro_batches - 1;
+    switch (in.op) {
+    case OP_LOAD: load_micro_batch(t, in.mb, a); break;
+    case OP_RECV_F: link_receive(&t->links, &t->pipe, in, a->x[first], bytes, a->through, a->here, t->stream); break;
+    case OP_FWD:
+        begin_chunk(t, in, a, mode);
+        forward_chunk(t, in.chunk, a);
+        break;
+    case OP_SEND_F: link_send(&t->links, &t->pipe, in, a->x[next], bytes, t->stream, a->x_sent); break;
+    case OP_RECV_B: link_receive(&t->links, &t->pipe, in, a->dx, bytes, a->begun, a->here, t->stream); break;
+    case OP_BWD: backward_chunk(t, in.chunk, a, t->pipe.split_w ? PHASE_INPUT : PHASE_BOTH); break;
+    case OP_SEND_B: link_send(&t->links, &t->pipe, in, a->dx, bytes, t->stream, a->dx_sent); break;
+    case OP_WGRAD: backward_chunk_weights(t, in.chunk, a); break;
+    case OP_COUNT: break;
+    }
+    if (in.op == pipeline_last_op(&t->pipe) || mode != FORWARD_TRAIN) event_record(a->through, t->stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // One update
 
-// wall_clock_breakdown: where the time of the update that was just enqueued went. The host waits for its end.
+// Where the time of the update that was just enqueued went: with wall_clock_breakdown, for which the host waits for its end; with several
+// stages how much of it was waiting for others.
 static void measure_phases(Trainer *t, StepStats *s) {
-    if (!t->cfg->wall_clock_breakdown) return;
     double ms[OP_COUNT] = {0};
-    event_sync(t->mark[t->pipe.n + 1]);
+    s->bubble = -1;
+    s->has_phases = t->cfg->wall_clock_breakdown;
+    if (!s->has_phases && t->pipe.n_stages == 1) return;
     for (int i = 0; i < t->pipe.n; i++) ms[t->pipe.prog[i].op] += event_elapsed_ms(t->mark[i], t->mark[i + 1]);
-    s->has_phases = true;
     s->load_ms = ms[OP_LOAD];
     s->forward_ms = ms[OP_FWD];
-    s->backward_ms = ms[OP_BWD];
-    s->update_ms = event_elapsed_ms(t->mark[t->pipe.n], t->mark[t->pipe.n + 1]);
+    s->backward_ms = ms[OP_BWD] + ms[OP_WGRAD];
+    s->wait_ms = ms[OP_RECV_F] + ms[OP_RECV_B];
+    if (t->pipe.n_stages > 1) s->bubble = s->wait_ms / event_elapsed_ms(t->mark[0], t->mark[t->pipe.n]);
+    if (s->has_phases) s->update_ms = event_elapsed_ms(t->mark[t->pipe.n], t->mark[t->pipe.n + 1]);
 }
 
 static StepStats train_step(Trainer *t) {
@@ -96,23 +163,14 @@ static StepStats train_step(Trainer *t) {
     zero_set_uses(&t->zero, t->train_uses, t->n_train_uses);
     zero_begin_step(&t->zero);
     // The mean over the global batch, times the loss scale and what is left to be divided after the sum over the ranks.
-    t->acts.dloss = (float)(t->opt.scaler.scale * t->zero.postdivide / (double)n_tokens);
+    for (int c = 0; c < t->pipe.n_chunks; c++) t->acts[c].dloss = (float)(t->opt.scaler.scale * t->zero.postdivide / (double)n_tokens);
     device_memset(&t->opt.sums[SUM_LOSS], 0, sizeof(double), t->stream);
     event_record(t->mark[0], t->stream);
 
     for (int i = 0; i < t->pipe.n; i++) {
         Instr in = t->pipe.prog[i];
-        ActSlot *a = &t->acts.slot[in.mb % t->pipe.n_slots[in.chunk]];
-        watch_progress(t->step, in.mb, in.op == OP_LOAD ? WATCH_DATA : in.op == OP_FWD ? WATCH_FORWARD : WATCH_BACKWARD);
-        switch (in.op) {
-        case OP_LOAD: load_micro_batch(t, in.mb, a); break;
-        case OP_FWD: forward_chunk(t, in.chunk, a); break;
-        case OP_BWD:
-            t->zero.last_micro_batch = in.mb == t->pipe.n_micro_batches - 1;
-            backward_chunk(t, in.chunk, a);
-            break;
-        default: CHECK(false, "%s with one stage", op_names[in.op]);
-        }
+        watch_progress(t->step, in.mb, in.op == OP_LOAD ? WATCH_DATA : in.op <= OP_SEND_F ? WATCH_FORWARD : WATCH_BACKWARD);
+        execute(t, in, FORWARD_TRAIN);
         event_record(t->mark[i + 1], t->stream);
     }
     watch_progress(t->step, t->pipe.n_micro_batches, WATCH_UPDATE);

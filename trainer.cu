@@ -33,9 +33,11 @@ typedef struct {
     Stream stream;
     Model model;
     Zero zero;
-    ActStore acts;
+    ActStore *acts;          // by chunk of this stage
     MemoryUse planned, planned_host; // for this rank, of the device and of host memory
     Pipeline pipe;
+    double ideal_bubble;     // of the schedule, by operations
+    PipelineLinks links;
     int *train_uses, *eval_uses; // units in the order in which an update, or a forward pass, fetches them
     int n_train_uses, n_eval_uses;
     Optimizer opt;
@@ -251,6 +253,9 @@ static void watch_begin(const Config *cfg, CommWorld world) {
     memset(&job, 0, sizeof job);
     job.rank = world.rank;
     job.world = world.world;
+    const ParallelConfig *p = &cfg->parallel;
+    const GridAxes axes = {(int)p->pipeline, (int)p->data, (int)p->sequence, (int)p->tensor};
+    job.role = grid_coords(world.rank, axes).pp; // stages may have more or less to do
     job.one_host = world.local_world == world.world;
     job.flight_dir = trainer_only_reads(cfg) || world.world == 1 ? NULL : folder;
     // Whoever starts ranks by hand may leave; a launcher's end is the job's.
@@ -376,7 +381,8 @@ static MemoryReport trainer_memory(const Trainer *t) {
     DeviceInfo d = device_info();
     MemoryReport r;
     for (int k = 0; k < MEMORY_KINDS; k++) r.planned[k] = (double)t->planned.bytes[k], r.host[k] = (double)t->planned_host.bytes[k];
-    r.host_total = (double)(t->zero.offload.bytes + acts_host_bytes(&t->acts.layout) + (t->store ? t->store->copy.bytes : 0)); // it is allocated at once
+    r.host_total = (double)(t->zero.offload.bytes + (t->store ? t->store->copy.bytes : 0)); // it is allocated at once
+    for (int c = 0; c < t->pipe.n_chunks; c++) r.host_total += (double)acts_host_bytes(&t->acts[c].layout);
     r.planned_total = (double)memory_total(&t->planned);
     r.allocated = (double)device_allocated_bytes();
     r.peak = (double)device_peak_bytes();
@@ -404,10 +410,10 @@ static void tell_memory(Trainer *t) {
 // activation_checkpointing.profile: how long each segment took in the last micro-batch of the update. Many segments take several records.
 static void log_checkpoint_times(Trainer *t) {
     enum { EACH = 64 };
-    const int n = t->acts.layout.n_segments;
-    if (!t->acts.mark[0] || t->grid.rank > 0) return;
+    const int n = t->acts->layout.n_segments;
+    if (!t->acts->mark[0] || t->grid.rank > 0) return;
     double *ms = (double *)host_alloc(sizeof(double) * 2 * (size_t)n);
-    acts_times(&t->acts, ms, ms + n);
+    acts_times(t->acts, ms, ms + n);
     for (int first = 0; first < n; first += EACH) {
         char text[2][EACH * 12] = {"", ""};
         for (int pass = 0; pass < 2; pass++)
@@ -419,14 +425,15 @@ static void log_checkpoint_times(Trainer *t) {
 
 // What activation checkpointing does, and what each step of its ladder would.
 static void print_recompute_row(const Trainer *t) {
-    const ActLayout *l = &t->acts.layout;
+    const ActLayout *l = &t->acts->layout;
     const double mib = 1024.0 * 1024.0;
     const ActCost set = acts_cost(l);
     char ladder[512] = "";
     for (int policy = RECOMPUTE_NORMS; policy < RECOMPUTE_POLICIES; policy++) {
         ActLayout other = *l;
         other.policy = (RecomputePolicy)policy;
-        other.n_segments = (int)t->model.L;
+        other.n_segments = acts_n_blocks(l);
+        other.longest = 1;
         other.cpu_checkpointing = false;
         const ActCost c = acts_cost(&other);
         snprintf(ladder + strlen(ladder), sizeof ladder - strlen(ladder), "%s%s %.1f for %.1f %%", policy > RECOMPUTE_NORMS ? ", " : "", recompute_names[policy], (double)c.saved_bytes / mib, 100 * c.flops_share);
@@ -455,6 +462,10 @@ static void trainer_print_start(const Trainer *t) {
     if (!cfg->run.deterministic) print_table_row("deterministic", "false: %s", !d.is_gpu || d.compute_capability / 10 != 9 ? "has no effect on this device, where equal runs give equal bits" : "equal runs, and resumed ones, are equal but for the order in which attention's gradients are added");
     print_table_row("precision", "%s weights and activations, fp32 masters%s and optimizer states%s", dtype_name(t->model.dtype), t->model.dtype == DTYPE_BF16 ? " (weight + 16 bits)" : "",
                     !cfg->fp16.enabled ? "" : t->opt.scaler.dynamic ? ", dynamic loss scale" : ", static loss scale");
+    const GridAxes *axes = &t->grid.size;
+    if (axes->tp * axes->sp > 1)
+        print_table_row("parallelism", "data %d x sequence %d x tensor %d: %" PRId64 " of %" PRId64 " heads, %" PRId64 " of %" PRId64 " inner channels, %" PRId64 " of %" PRId64 " tokens of a sample a rank%s", axes->dp, axes->sp, axes->tp,
+                        m->n_head / axes->tp, m->n_head, m->n_inner / axes->tp, m->n_inner, cfg->run.seq_len / axes->sp, cfg->run.seq_len, cfg->run.cuda_graphs ? "; no graphs (run.cuda_graphs): ranks talk inside units" : "");
     if (!trainer_only_reads(cfg)) {
         print_table_row("batch", "%" PRId64 " samples of %" PRId64 " tokens an update = %" PRId64 " micro-batches of %" PRId64, cfg->batch.train_batch_size, cfg->run.seq_len,
                         cfg->batch.gradient_accumulation_steps, cfg->batch.train_micro_batch_size_per_gpu);
@@ -465,6 +476,8 @@ static void trainer_print_start(const Trainer *t) {
         if (t->zero.reduce_group.size > 1) snprintf(travel, sizeof travel, ", travel in %s (%s)", dtype_name(zero->communication_data_type), layout_direct(&t->zero.layout) ? "direct exchange" : zero->reduce_scatter ? "reduce-scatter" : "all-reduce");
         print_table_row("gradients", "summed in %s%s", dtype_name(zero_shard_dtype(&t->zero)), travel);
         print_recompute_row(t);
+        if (t->pipe.n_stages > 1)
+            print_table_row("pipeline", "%d stages of %d chunk%s, %s; ideal bubble %.1f %%", t->pipe.n_stages, t->pipe.n_chunks, t->pipe.n_chunks == 1 ? "" : "s", pipeline_names[t->pipe.schedule], 100 * t->ideal_bubble);
         print_table_row("data", "%" PRId64 " tokens, %" PRId64 " samples an epoch, %s", t->train.total_tokens, t->train.samples_per_epoch, cfg->data.shuffle ? "shuffled" : "in file order");
     }
     const double *bytes = memory.planned;
@@ -472,7 +485,7 @@ static void trainer_print_start(const Trainer *t) {
                     bytes[MEMORY_WEIGHTS] / mib, bytes[MEMORY_MASTERS] / mib, bytes[MEMORY_GRADIENTS] / mib, bytes[MEMORY_OPTIMIZER_STATES] / mib, bytes[MEMORY_BUFFERS] / mib,
                     bytes[MEMORY_ACTIVATIONS] / mib, bytes[MEMORY_SCRATCH] / mib);
     if (memory.host_total > 0) {
-        bool pinned = (t->zero.offload.bytes == 0 || t->zero.offload.pinned) && (!t->acts.slot[0].host || t->acts.slot[0].host_pinned) && (!t->store || !t->store->copy.memory || t->store->copy.pinned);
+        bool pinned = (t->zero.offload.bytes == 0 || t->zero.offload.pinned) && (!t->acts->slot[0].host || t->acts->slot[0].host_pinned) && (!t->store || !t->store->copy.memory || t->store->copy.pinned);
         char updates[64] = "";
         if (t->zero.offload.bytes > 0) snprintf(updates, sizeof updates, "; the CPU updates by %d threads", offload_threads());
         print_table_row("host (MiB)", "%.1f a rank%s: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, activations %.1f, buffers %.1f%s", memory.host_total / mib, pinned ? ", pinned" : "",
@@ -496,12 +509,12 @@ static int list_pass(const ParamTable *table, const ActVisit *visit, int n_visit
 
 static void trainer_list_uses(Trainer *t) {
     const ParamTable *table = &t->model.table;
-    const ActStore *a = &t->acts;
-    size_t pass = sizeof(int) * 2 * (size_t)max_i64(a->n_forward, a->n_backward); // a unit fetches at most itself and one that it is tied to
-    t->eval_uses = (int *)host_alloc(pass);
-    t->n_eval_uses = list_pass(table, a->forward, a->n_forward, t->eval_uses, 0);
+    size_t pass = sizeof(int) * 4 * (size_t)table->n_units; // a unit fetches at most itself and one that it is tied to, and goes forward again at most once
+    t->eval_uses = (int *)host_alloc(pass * (size_t)t->pipe.n_chunks);
+    for (int c = 0; c < t->pipe.n_chunks; c++) t->n_eval_uses = list_pass(table, t->acts[c].forward, t->acts[c].n_forward, t->eval_uses, t->n_eval_uses);
     t->train_uses = (int *)host_alloc(pass * (size_t)t->pipe.n);
     for (int i = 0; i < t->pipe.n; i++) {
+        const ActStore *a = &t->acts[t->pipe.prog[i].chunk];
         if (t->pipe.prog[i].op == OP_FWD) t->n_train_uses = list_pass(table, a->forward, a->n_forward, t->train_uses, t->n_train_uses);
         if (t->pipe.prog[i].op == OP_BWD) t->n_train_uses = list_pass(table, a->backward, a->n_backward, t->train_uses, t->n_train_uses);
     }
@@ -590,23 +603,32 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     memset(t, 0, sizeof *t);
     t->cfg = cfg;
     t->grid = grid;
-    const ModelPart part = {grid.size.tp, grid.coord.tp, grid.coord.pp, NULL};
-    t->groups = groups_create(grid, 0, 0, cfg->zero.direct_exchange);
+    t->ideal_bubble = plan_pipeline(cfg, &cfg->model, grid, &t->pipe);
+    int *stage = plan_unit_stages(&t->pipe), last = t->pipe.first[pipeline_last(&t->pipe) + 1] - 1;
+    t->groups = groups_create(grid, 0, cfg->model.tie_word_embeddings ? stage[last] : 0, cfg->zero.direct_exchange);
+    links_create(&t->links, &t->pipe, &grid);
     t->stream = stream_create();
     matmul_search(cfg->run.matmul_search);
-    model_init(&t->model, &cfg->model, part, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, t->stream);
+    model_init(&t->model, &cfg->model, plan_part(grid, stage), cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, t->stream);
     t->model.tp = t->groups.tp;
     t->model.sp = t->groups.sp;
-    if (cfg->run.cuda_graphs) t->model.graphs = graphs_create(t->stream, GRAPHS_PER_UNIT * t->model.table.n_units);
+    free(stage);
+    int graphs = 0;
+    for (int c = 0; c < t->pipe.n_chunks; c++) graphs += GRAPHS_PER_UNIT * t->pipe.n_slots[c] * t->model.table.n_units / grid.size.pp;
+    if (cfg->run.cuda_graphs && grid.size.tp * grid.size.sp == 1) t->model.graphs = graphs_create(t->stream, graphs);
     t->model.deterministic = cfg->run.deterministic;
-    const ChunkCost whole = {1, 1, 1}; // one stage: the program has no bubble, whatever anything costs
-    pipeline_init(&t->pipe, cfg->parallel.pipeline_schedule, 1, 1, 0, (int)cfg->batch.gradient_accumulation_steps, &whole);
     t->planned = plan_memory(cfg, &t->model, grid, t->groups.reduce.direct, B, with_backward, &t->planned_host);
     memory_must_fit(t);
     copy_must_fit(t);
     host_memory_must_fit(t);
-    zero_init(&t->zero, &t->model, zero_options(&cfg->zero), &t->groups, optimizer_n_states(&cfg->optimizer), with_backward);
-    acts_init(&t->acts, acts_layout(cfg, &t->model, t->pipe.n_slots[0], B, with_backward), cfg->activation_checkpointing.profile, cfg->activation_checkpointing.synchronize_checkpoint_boundary);
+    ZeroOptions options = zero_options(&cfg->zero);
+    options.split_backward = t->pipe.split_w;
+    zero_init(&t->zero, &t->model, options, &t->groups, optimizer_n_states(&cfg->optimizer), with_backward);
+    ActLayout *layout = (ActLayout *)host_alloc(sizeof(ActLayout) * (size_t)t->pipe.n_chunks);
+    t->acts = (ActStore *)host_alloc(sizeof(ActStore) * (size_t)t->pipe.n_chunks);
+    plan_acts(cfg, &t->model, &t->pipe, B, with_backward, layout);
+    for (int c = 0; c < t->pipe.n_chunks; c++) acts_init(&t->acts[c], layout[c], t->acts, cfg->activation_checkpointing.profile, cfg->activation_checkpointing.synchronize_checkpoint_boundary);
+    free(layout);
     trainer_list_uses(t);
     optimizer_init(&t->opt, cfg, t->stream);
     for (int i = 0; i < 2; i++) {
@@ -676,8 +698,10 @@ static void trainer_free(Trainer *t) {
     device_free(t->eval_sum);
     optimizer_free(&t->opt);
     replicas_free(&t->replicas);
-    acts_free(&t->acts);
+    for (int c = t->pipe.n_chunks - 1; c >= 0; c--) acts_free(&t->acts[c]);
+    free(t->acts);
     zero_free(&t->zero);
+    links_free(&t->links);
     pipeline_free(&t->pipe);
     graphs_free(t->model.graphs);
     model_free(&t->model);

@@ -24,7 +24,8 @@
 //     zero_fetch(z, u)       weights of unit u, whole and current; starts to gather those that come next
 //     zero_release(z, u)     done with them
 //     zero_grad_begin(z, u)  room for the gradients of unit u, and whether to add to it or to overwrite it
-//     zero_grad_end(z, u)    they are written: reduce them to their parts, now or when all micro-batches have added theirs
+//     zero_grad_end(z, u)    they are written: reduce them to their parts, now or when all micro-batches have added theirs; and
+//                            zero_reduce_bucket behind the last unit of a backward pass
 //
 // The life of a unit's weights:
 //
@@ -152,6 +153,7 @@ typedef struct {
     double offload_ratio;          // share of the elements whose update is offloaded
     OffloadFiling offload_filing;  // what of it is in files, and how
     int64_t sub_group_size;        // elements of an update on the CPU at a time, at most
+    bool split_backward;           // a unit's gradient becomes whole in two phases, between which other micro-batches come: it is kept, and summed once
 } ZeroOptions;
 
 static OffloadFiling zero_filing(const ZeroConfig *c) {
@@ -289,7 +291,7 @@ static bool layout_shards_params(const ZeroLayout *l) { // of one rank the shard
     return l->opt.stage >= 3 && (l->ranks > 1 || l->opt.offload_param);
 }
 static bool layout_shards_grads(const ZeroLayout *l) { // of one rank the shard is the whole, in another type
-    return l->opt.stage >= 2 && (l->ranks > 1 || l->opt.grad_accum_dtype != DTYPE_FP32);
+    return l->opt.stage >= 2 && !l->opt.split_backward && (l->ranks > 1 || l->opt.grad_accum_dtype != DTYPE_FP32);
 }
 static bool layout_shards_updates(const ZeroLayout *l) { return l->opt.stage >= 1; }
 
@@ -376,7 +378,7 @@ static void layout_pools(ZeroLayout *l, const Model *m) {
             all_fp32 += l->unit[u].whole;
             largest_fp32 = max_i64(largest_fp32, l->unit[u].whole);
         }
-        if (m->table.unit[u].kind != UNIT_BLOCK) continue;
+        if (m->table.unit[u].kind != UNIT_BLOCK || !m->table.unit[u].held) continue;
         n_blocks++;
         block_grad = layout_grad_dtype(l, m, u);
         n_turns += !l->unit[u].dedicated;
@@ -970,20 +972,23 @@ static void zero_reduce_bucket(Zero *z) {
     z->bucket_numel = 0;
 }
 
-static void zero_grad_end(Zero *z, int unit) {
+// phases: those whose gradients have been written.
+static void zero_grad_end(Zero *z, int unit, BackwardPhase phases) {
     const ParamTable *table = &z->model->table;
     bool each = zero_shards_grads(z); // the whole gradient is not kept: every micro-batch is reduced
     for (int i = table->unit[unit].first_row; i < table->unit[unit].first_row + table->unit[unit].n_rows; i++) {
+        if (!(param_phase(table->unit[unit].kind, table->row[i].role) & phases)) continue;
         if (table->row[i].storage != i) z->grad_written[table->row[i].storage] = true; // its owner, visited later, adds to it
         else z->grad_written[i] = !each;
     }
+    if (phases == PHASE_INPUT && table->unit[unit].kind == UNIT_BLOCK) return; // the weights' are still to come
     if (!each && !z->last_micro_batch) return;
     if (!each && z->reduce_group.size == 1) { zero_grad_is_final(z, unit, z->stream); return; } // the shard is the whole
     // A bucket: as many units as fit, at least one; no more than wait while another is written.
     if (z->n_bucket > 0 && (z->bucket_numel + z->unit[unit].whole > z->bucket_limit || (each && z->n_bucket + 1 >= z->n_grad_pool))) zero_reduce_bucket(z);
     z->bucket[z->n_bucket++] = unit;
     z->bucket_numel += z->unit[unit].whole;
-    if (z->bucket_numel >= z->bucket_limit || unit == 0) zero_reduce_bucket(z); // the embedding is a micro-batch's last
+    if (z->bucket_numel >= z->bucket_limit) zero_reduce_bucket(z);
 }
 
 // After the last micro-batch: the compute stream goes on when all sums have arrived.

@@ -153,5 +153,6 @@ void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs ar
 void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, const UpdateControl *control, Stream stream);
 
 // Device memory, in bytes, that the kernels above keep for themselves when a model of these sizes trains: scratch of one stream.
+// `rows` of C channels; attention of NH heads of HS over B samples of T tokens.
 // At most; a kernel that wants more than it did is wrong here. Needs no device.
-int64_t scratch_bytes(int64_t B, int64_t T, int64_t C, int64_t NH);
+int64_t scratch_bytes(int64_t rows, int64_t C, int64_t B, int64_t T, int64_t NH, int64_t HS);

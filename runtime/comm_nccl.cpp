@@ -191,6 +191,9 @@ CommWorld comm_start(void) {
     // NVLink multicast (NVLS) reserves resources of the whole host's switches; where that goes wrong, all GPUs of the host are out of
     // service, also for others who share it. Whoever has the host to himself may set the variable to 1.
     setenv("NCCL_NVLS_ENABLE", "0", 0);
+    // A stream that waits for another rank must not hold up one that this rank waits for: by default streams share eight queues of the
+    // GPU, and a stage of a pipeline has more (pipeline.cu).
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
     rendezvous(&star, &launch, START_SECONDS);
     CommWorld w = {star.rank, star.world, star.local_rank, star.local_world};
     if (w.world == 1) return w;

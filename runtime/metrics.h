@@ -24,8 +24,9 @@ typedef struct {
     int64_t tokens;           // so far, this update included
     double step_ms, data_wait_ms;
     int64_t step_tokens;      // of this update
-    bool has_phases;          // wall_clock_breakdown: the four below are measured, on the device's clock
-    double load_ms, forward_ms, backward_ms, update_ms;
+    double bubble;            // share of the time before the optimizer in which this stage waited for others; negative: there is one stage
+    bool has_phases;          // wall_clock_breakdown: those below are measured, on the device's clock
+    double load_ms, forward_ms, backward_ms, update_ms, wait_ms; // the last: for other stages of the pipeline
 } StepStats;
 
 // Dense peak in FLOP/s of known GPUs for 16-bit inputs and fp32 sums, from the vendor's data sheets; 0 = unknown.
@@ -129,9 +130,10 @@ static void console_flush(void) {
 }
 
 static void metrics_step(Metrics *m, const StepStats *s) {
-    char a[32], b[32], c[32], d[32], eta[32], phases[160] = "";
+    char a[32], b[32], c[32], d[32], eta[32], phases[200] = "", bubble[64] = "";
+    if (s->bubble >= 0) snprintf(phases, sizeof phases, ",\"bubble\":%.5f", s->bubble);
     if (s->has_phases)
-        snprintf(phases, sizeof phases, ",\"load_ms\":%.4f,\"forward_ms\":%.4f,\"backward_ms\":%.4f,\"update_ms\":%.4f", s->load_ms, s->forward_ms, s->backward_ms, s->update_ms);
+        snprintf(phases + strlen(phases), sizeof phases - strlen(phases), ",\"load_ms\":%.4f,\"forward_ms\":%.4f,\"backward_ms\":%.4f,\"wait_ms\":%.4f,\"update_ms\":%.4f", s->load_ms, s->forward_ms, s->backward_ms, s->wait_ms, s->update_ms);
     double seconds = s->step_ms / 1e3, tokens_per_s = (double)s->step_tokens / seconds, flops = tokens_per_s * m->flops_per_token / m->ranks; // of one rank
     double mfu = m->peak_flops > 0 ? flops / m->peak_flops : NAN;
     // The first update is slower (plans, caches): it does not enter the estimate once there are others.
@@ -145,10 +147,11 @@ static void metrics_step(Metrics *m, const StepStats *s) {
     if (m->steps_per_print <= 0 || (s->step % m->steps_per_print != 0 && !last)) return;
     if (isfinite(mfu)) snprintf(d, sizeof d, "%.1f %%", 100 * mfu);
     else snprintf(d, sizeof d, "n/a");
-    printf("step %6" PRId64 "/%" PRId64 " (%3.0f %%) | loss %8.5f | norm %7.4f | lr %.3e | %9.0f tok/s | %.4g TFLOP/s | MFU %s | ETA %s%s\n", s->step, m->steps,
-           100.0 * (double)(s->step + 1) / (double)m->steps, s->loss, s->grad_norm, s->lr, tokens_per_s, flops / 1e12, d,
+    if (s->bubble >= 0) snprintf(bubble, sizeof bubble, " | bubble %.1f %%", 100 * s->bubble);
+    printf("step %6" PRId64 "/%" PRId64 " (%3.0f %%) | loss %8.5f | norm %7.4f | lr %.3e | %9.0f tok/s | %.4g TFLOP/s | MFU %s%s | ETA %s%s\n", s->step, m->steps,
+           100.0 * (double)(s->step + 1) / (double)m->steps, s->loss, s->grad_norm, s->lr, tokens_per_s, flops / 1e12, d, bubble,
            duration_text(eta, sizeof eta, m->recent_step_ms / 1e3 * (double)(m->steps - s->step - 1)), s->skipped ? " | SKIPPED: overflow" : "");
     if (s->has_phases)
-        printf("            wall clock: load %.2f ms, forward %.2f, backward %.2f, update %.2f\n", s->load_ms, s->forward_ms, s->backward_ms, s->update_ms);
+        printf("            wall clock: load %.2f ms, forward %.2f, backward %.2f, waiting for other stages %.2f, update %.2f\n", s->load_ms, s->forward_ms, s->backward_ms, s->wait_ms, s->update_ms);
     console_flush();
 }

@@ -176,6 +176,32 @@ PY
     equal "the log" "$(cat verdict | tail -n 1)" good
 }
 
+# Two stages go half the way, one rank goes on: the curve of one rank that goes all of it. Samples and evaluations on the way.
+row_pipeline() {
+    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    local common=(-c config.json model.tie_word_embeddings=false gradient_accumulation_steps=4 data.val=train.txt run.eval_every=3 run.eval_batches=2 run.sample_every=3 run.sample_tokens=9)
+    run_expect 0 "${common[@]}" || return
+    mv out_dir kept
+    ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun -n 2 "$binary" "${common[@]}" pipeline_model_parallel_size=2 pipeline_schedule=zb-h1 run.steps=6 wall_clock_breakdown=true >out 2>err </dev/null
+    equal "mpirun's exit code" $? 0
+    prints "2 stages of 1 chunk, ZB-H1; ideal bubble"
+    prints "waiting for other stages"
+    python3 - <<'PY' >verdict 2>&1
+import json
+log = [json.loads(line) for line in open("out_dir/log.jsonl")]
+steps = [r for r in log if "step" in r]
+assert len(steps) == 6 and all(0 < r["bubble"] < 1 and r["wait_ms"] > 0 for r in steps), steps
+assert not any("bubble" in json.loads(line) for line in open("kept/log.jsonl"))
+losses = [[r["val_loss"] for r in map(json.loads, open(f"{d}/log.jsonl")) if r.get("event") == "eval"] for d in ("out_dir", "kept")]
+assert losses[0] == losses[1][:len(losses[0])] and len(losses[0]) == 3, losses
+print("good")
+PY
+    equal "the log" "$(cat verdict | tail -n 1)" good
+    run_expect 0 "${common[@]}" || return
+    equal "losses and norms" "$(curve out_dir/log.jsonl)" "$(curve kept/log.jsonl)"
+}
+
 row_check_config_is_quiet() {
     run_expect 0 -c config.json --check-config || return
     prints "train_batch_size"
@@ -297,6 +323,27 @@ row_configurations_that_differ() {
     equal "mpirun's exit code with equal values" $? 0
 }
 
+# The ranks of mpirun cut into the axes that the file names: the losses of one rank, and a text.
+row_tensor_and_sequence_parallel() {
+    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    local losses=() degrees
+    run_expect 0 -c config.json run.steps=3 run.output_dir=one model.n_head=4 || return
+    losses=("$(grep -ao '"loss":[0-9.]*' one/log.jsonl | cut -c1-12)")
+    for degrees in "tensor_model_parallel_size=2 2" "sequence_parallel_size=2 2" "tensor_model_parallel_size=2 sequence_parallel_size=2 4"; do
+        # shellcheck disable=SC2086
+        ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 120 mpirun -n ${degrees##* } "$binary" -c config.json run.steps=3 run.output_dir=several model.n_head=4 run.resume=none \
+            run.sample_every=3 run.sample_tokens=8 ${degrees% *} >out 2>err </dev/null
+        equal "mpirun's exit code with $degrees" $? 0
+        prints "parallelism"
+        equal "losses with $degrees" "$(grep -ao '"loss":[0-9.]*' several/log.jsonl | cut -c1-12)" "${losses[0]}"
+        rm -r several
+    done
+    refuses 2 -c config.json tensor_model_parallel_size=2
+    says "cannot be divided"
+    run_expect 0 -c config.json --plan 4 tensor_model_parallel_size=2 sequence_parallel_size=2 model.n_head=4
+}
+
 row_misspelt_key() {
     sed -i 's/"gradient_clipping"/"gradient_cliping"/' config.json
     refuses 2 -c config.json
@@ -323,7 +370,7 @@ row_all_problems_at_once() {
 }
 
 row_not_built_yet() {
-    refuses 2 -c config.json tensor_parallel.autotp_size=2
+    refuses 2 -c config.json zero_optimization.stage=3 zero_optimization.zero_quantized_weights=true
     says "not built yet"
 }
 

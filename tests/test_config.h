@@ -609,7 +609,9 @@ static void test_combinations(Test *t) {
         {"{" MICRO ", \"fp16\": {\"enabled\": true}, \"bf16\": {\"enabled\": true}}", "", 1, "fp16.enabled", "", "", "bf16.enabled is true as well"},
         {"{" MICRO ", \"amp\": {\"enabled\": true}, \"fp16\": {\"enabled\": true}}", "", 1, "amp.enabled", "", NULL, NULL},
         // C4 relaxed, C5
-        {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 2, \"zero_optimization\": {\"stage\": 2, \"overlap_comm\": true}}", "", 4, "", "pipeline_model_parallel_size", "zero_optimization.stage zero_optimization.overlap_comm", "travel for each of the 8 micro-batches"},
+        {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 2, \"zero_optimization\": {\"stage\": 2, \"overlap_comm\": true}}", "", 4, "", "", "zero_optimization.stage", "travel for each of the 8 micro-batches"},
+        {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 2, \"pipeline_schedule\": \"ZB-V\", \"zero_optimization\": {\"stage\": 3}}", "model.n_layer=4|model.n_head=4|model.n_embd=48", 4, "", "", "zero_optimization.stage", "whole gradients are kept until the last micro-batch"},
+        {"{" MICRO ", \"bf16\": {\"enabled\": true}, \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 2, \"pipeline_schedule\": \"ZB-H1\", \"data_types\": {\"grad_accum_dtype\": \"bf16\"}, \"zero_optimization\": {\"stage\": 2}}", "", 4, "data_types.grad_accum_dtype", "", NULL, "whose backward pass is split"},
         // C6, C7, C8, C9, C10
         {ZERO("\"stage\": 2, \"offload_param\": {\"device\": \"cpu\"}"), "", 2, "zero_optimization.offload_param.device", "", NULL, "needs zero_optimization.stage 3, and it is 2"},
         {ZERO("\"stage\": 2, \"offload_param\": {\"device\": \"none\"}"), "", 2, "", "", "", NULL},
@@ -652,19 +654,24 @@ static void test_combinations(Test *t) {
         {ACTIVATIONS("\"profile\": true, \"synchronize_checkpoint_boundary\": true"), "", 1, "", "", "activation_checkpointing.profile activation_checkpointing.synchronize_checkpoint_boundary", "no effect without recomputation"},
         {ACTIVATIONS("\"policy\": \"gelu\""), "run.gelu_apart=false", 1, "train_gpt.run.gelu_apart", "", "", "from stored values"},
         // C21 to C24
-        {"{" MICRO ", \"tensor_model_parallel_size\": 2, \"tensor_parallel\": {\"autotp_size\": 4}}", "", 8, "tensor_parallel.autotp_size", "tensor_model_parallel_size", NULL, "differs from the same setting on line 1"},
-        {"{" MICRO ", \"tensor_model_parallel_size\": 2, \"tensor_parallel\": {\"autotp_size\": 2, \"tp\": {\"tp_size\": 2}}}", "", 8, "", "tensor_model_parallel_size", "tensor_parallel.autotp_size tensor_parallel.tp.tp_size", "repeats the setting"},
+        {"{" MICRO ", \"tensor_model_parallel_size\": 2, \"tensor_parallel\": {\"autotp_size\": 4}}", "", 8, "tensor_parallel.autotp_size", "", NULL, "differs from the same setting on line 1"},
+        {"{" MICRO ", \"tensor_model_parallel_size\": 2, \"tensor_parallel\": {\"autotp_size\": 2, \"tp\": {\"tp_size\": 2}}}", "", 8, "", "", "tensor_parallel.autotp_size tensor_parallel.tp.tp_size", "repeats the setting"},
         {"{" MICRO ", \"tensor_parallel\": {\"autotp_size\": 0}, \"pipeline\": {\"stages\": \"auto\"}}", "", 8, "", "", "", NULL},
-        {"{" MICRO ", \"pipeline\": {\"stages\": 2, \"partition\": \"type:block\"}}", "", 8, "pipeline.partition", "pipeline.stages", NULL, NULL},
+        {"{" MICRO ", \"pipeline\": {\"stages\": 2, \"partition\": \"type:block\"}}", "", 8, "pipeline.partition", "", NULL, NULL},
         {"{" MICRO ", \"sequence_parallel_size\": 2}", "model.n_layer=2|model.n_head=3|model.n_embd=48|run.seq_len=65", 2, "sequence_parallel_size", "", "", "does not divide the model's 3 heads"},
         {"{" MICRO ", \"sequence_parallel_size\": 2}", "model.n_layer=2|model.n_head=4|model.n_embd=48|run.seq_len=65", 2, "sequence_parallel_size", "", "", "does not divide the model's 65 tokens"},
         {"{" MICRO ", \"tensor_model_parallel_size\": 2}", "model.n_layer=2|model.n_head=3|model.n_embd=48", 2, "tensor_model_parallel_size", "", "", "does not divide the model's 3 heads"},
         {"{" MICRO ", \"tensor_model_parallel_size\": 2}", "model.n_layer=2|model.n_head=4|model.n_embd=48|model.n_inner=75", 2, "tensor_model_parallel_size", "", "", "75 channels inside the MLP"},
+        {"{" MICRO ", \"tensor_model_parallel_size\": 2}", "model.n_layer=2|model.n_head=4|model.n_embd=48|run.seq_len=65", 2, "tensor_model_parallel_size", "", "", "does not divide the model's 65 tokens of a sample"},
+        {"{" MICRO ", \"tensor_model_parallel_size\": 2, \"sequence_parallel_size\": 2}", "model.n_layer=2|model.n_head=2|model.n_embd=48|run.seq_len=64", 4, "sequence_parallel_size", "", "", "times tensor_model_parallel_size does not divide the model's 2 heads"},
+        {"{" MICRO ", \"tensor_model_parallel_size\": 2, \"sequence_parallel_size\": 2}", "model.n_layer=2|model.n_head=4|model.n_embd=48|run.seq_len=62", 4, "sequence_parallel_size", "", "", "times tensor_model_parallel_size does not divide the model's 62 tokens"},
+        {"{" MICRO ", \"tensor_model_parallel_size\": 2, \"sequence_parallel_size\": 2}", "model.n_layer=2|model.n_head=4|model.n_embd=48|run.seq_len=64", 4, "", "", "", NULL},
+        {ACTIVATIONS("\"partition_activations\": true"), "tensor_model_parallel_size=2", 2, "", "", "", "keeps its own rows of a checkpoint"},
         {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"interleaved\"}", "model.n_layer=7|model.n_head=4|model.n_embd=48", 4, "pipeline_model_parallel_size", "", "", "x 2 chunks is more than the model's 7 layers"},
         {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"zb-v\"}", "model.n_layer=7|model.n_head=4|model.n_embd=48", 4, "pipeline_model_parallel_size", "", "", "x 2 chunks is more than the model's 7 layers"},
-        {"{" MICRO ", \"gradient_accumulation_steps\": 7, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"Zb-h1\"}", "model.n_layer=4|model.n_head=4|model.n_embd=48", 4, "", "pipeline_model_parallel_size", "", NULL},
-        {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"ZB-V\", \"virtual_pipeline_model_parallel_size\": 3}", "model.n_layer=8|model.n_head=4|model.n_embd=48", 4, "", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "each stage has two chunks"},
-        {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"gpipe\", \"virtual_pipeline_model_parallel_size\": 3}", "", 4, "", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", NULL},
+        {"{" MICRO ", \"gradient_accumulation_steps\": 7, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"Zb-h1\"}", "model.n_layer=4|model.n_head=4|model.n_embd=48", 4, "", "", "", NULL},
+        {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"ZB-V\", \"virtual_pipeline_model_parallel_size\": 3}", "model.n_layer=8|model.n_head=4|model.n_embd=48", 4, "", "", "virtual_pipeline_model_parallel_size", "each stage has two chunks"},
+        {"{" MICRO ", \"gradient_accumulation_steps\": 8, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"gpipe\", \"virtual_pipeline_model_parallel_size\": 3}", "", 4, "", "", "virtual_pipeline_model_parallel_size", NULL},
         {"{" MICRO ", \"pipeline_schedule\": \"DualPipe\"}", "", 4, "pipeline_schedule", "", "", "give one of 1F1B, GPipe, Interleaved, ZB-H1, ZB-V"},
         // C25, C26, C27
         {ZERO("\"stage\": 1"), "", 1, "", "", "zero_optimization.stage", "there is nothing to shard"},
@@ -711,8 +718,10 @@ static void test_combinations(Test *t) {
         {"{" MICRO "}", "run.resume=\"\"", 1, "train_gpt.run.resume", "", "", "is no tag"},
         {"{" MICRO "}", "run.resume=a/b|run.steps=-1|run.seed=x", 1, "train_gpt.run.resume train_gpt.run.steps train_gpt.run.seed", "", "", NULL},
         // sequence parallelism without a degree
-        {"{" MICRO ", \"sequence_parallel\": {\"enabled\": true}}", "", 8, "", "sequence_parallel.enabled sequence_parallel_size", "", "sequence_parallel_size = 4"}, // 4 heads, 256 tokens
-        {"{" MICRO ", \"sequence_parallel\": {\"enabled\": true}, \"sequence_parallel_size\": 2}", "", 8, "", "sequence_parallel.enabled sequence_parallel_size", "", NULL},
+        {"{" MICRO ", \"sequence_parallel\": {\"enabled\": true}}", "", 8, "", "", "", "sequence_parallel_size = 4"}, // 4 heads, 256 tokens
+        {"{" MICRO ", \"sequence_parallel\": {\"enabled\": true}, \"sequence_parallel_size\": 2}", "", 8, "", "", "", NULL},
+        {"{" MICRO ", \"sequence_parallel\": {\"enabled\": true}, \"tensor_model_parallel_size\": 2}", "", 8, "", "", "", "sequence_parallel_size = 2"},
+        {"{" MICRO ", \"sequence_parallel\": {\"enabled\": true}, \"tensor_model_parallel_size\": 4}", "", 16, "", "", "", "sequence_parallel_size = 1"}, // 16 does not divide the heads
         {"{" MICRO ", \"data_parallel_size\": 3}", "", 4, "data_parallel_size", "", "", "= 4; remove the key"},
         {"{" MICRO ", \"data_parallel_size\": \"auto\"}", "", 4, "", "", "", NULL},
         {"{" MICRO ", \"compile\": {\"passes\": [\"z3\", \"autosp\"]}}", "", 4, "compile.passes", "", "", "set sequence_parallel_size"},
@@ -773,10 +782,10 @@ static void test_batch_triangle(Test *t) {
         {"{\"train_batch_size\": \"auto\", \"train_micro_batch_size_per_gpu\": \"auto\", \"gradient_accumulation_steps\": \"auto\"}", "", 2, "", "", "train_micro_batch_size_per_gpu", NULL},
         {"{\"train_batch_size\": 0, \"train_micro_batch_size_per_gpu\": -1, \"gradient_accumulation_steps\": true}", "", 1, "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps", "", "", NULL},
         {"{\"train_batch_size\": 1.5}", "", 1, "train_batch_size", "", "", "give 1 or 2"},
-        {"{\"train_micro_batch_size_per_gpu\": 1, \"gradient_accumulation_steps\": 6, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"Interleaved\"}", "model.preset=gpt2-124M", 4, "gradient_accumulation_steps", "pipeline_model_parallel_size", "", "the next one is 8"},
-        {"{\"train_micro_batch_size_per_gpu\": 1, \"gradient_accumulation_steps\": 2, \"pipeline_model_parallel_size\": 4}", "model.preset=gpt2-124M", 4, "", "pipeline_model_parallel_size", "gradient_accumulation_steps", "60 % of the time is idle"},
-        {"{\"train_micro_batch_size_per_gpu\": 1, \"gradient_accumulation_steps\": 2, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"ZB-H1\"}", "model.preset=gpt2-124M", 4, "", "pipeline_model_parallel_size", "gradient_accumulation_steps", "45 % of the time is idle (the bubble is (2p-1-m)/(2m+2p-1))"},
-        {"{\"train_micro_batch_size_per_gpu\": 1, \"tensor_model_parallel_size\": 2}", "", 1, "tensor_model_parallel_size", "tensor_model_parallel_size", "", "1 rank cannot be divided"},
+        {"{\"train_micro_batch_size_per_gpu\": 1, \"gradient_accumulation_steps\": 6, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"Interleaved\"}", "model.preset=gpt2-124M", 4, "gradient_accumulation_steps", "", "", "the next one is 8"},
+        {"{\"train_micro_batch_size_per_gpu\": 1, \"gradient_accumulation_steps\": 2, \"pipeline_model_parallel_size\": 4}", "model.preset=gpt2-124M", 4, "", "", "gradient_accumulation_steps", "60 % of the time is idle"},
+        {"{\"train_micro_batch_size_per_gpu\": 1, \"gradient_accumulation_steps\": 2, \"pipeline_model_parallel_size\": 4, \"pipeline_schedule\": \"ZB-H1\"}", "model.preset=gpt2-124M", 4, "", "", "gradient_accumulation_steps", "45 % of the time is idle (the bubble is (2p-1-m)/(2m+2p-1))"},
+        {"{\"train_micro_batch_size_per_gpu\": 1, \"tensor_model_parallel_size\": 2}", "", 1, "tensor_model_parallel_size", "", "", "1 rank cannot be divided"},
     };
     CHECK_CASES(t, files);
 }
@@ -1027,7 +1036,7 @@ static void test_random(Test *t) {
             const Config *c = p.c;
             good++;
             expect_true(t, c->batch.train_batch_size == c->batch.train_micro_batch_size_per_gpu * c->batch.gradient_accumulation_steps * c->parallel.data, "batch of %s", text);
-            expect_equal_i64(t, text, c->parallel.data, world); // other degrees are refused for now
+            expect_equal_i64(t, text, c->parallel.data * c->parallel.sequence * c->parallel.tensor * c->parallel.pipeline, world);
             expect_true(t, c->run.seq_len <= c->model.n_positions && (c->model.n_head == 0 || c->model.n_embd % c->model.n_head == 0), "shape of %s", text);
             expect_round_trip(t, c, world, text);
         } else expect_true(t, report_text(&p.report, all, sizeof all)[0] != 0, "refused without a word: %s", text);

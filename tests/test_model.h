@@ -651,11 +651,11 @@ static void test_golden_odd_bf16(Test *t) { golden_run(t, "gpt2-odd", DTYPE_BF16
 static void golden_logits(Test *t, const char *name) {
     Golden g = golden_begin(name, DTYPE_FP32, grid_of_one(), 0);
     Trainer *trainer = g.trainer;
-    ActSlot *a = &trainer->acts.slot[0];
+    ActSlot *a = &trainer->acts->slot[0];
     load_micro_batch(trainer, 0, a);
     a->mode = FORWARD_LOGITS;
     forward_chunk(trainer, 0, a);
-    Acts head = acts_begin(&trainer->acts, a, {trainer->model.table.n_units - 1, ACTS_FORWARD});
+    Acts head = acts_begin(trainer->acts, a, {trainer->model.table.n_units - 1, ACTS_FORWARD});
     int64_t N = a->B * a->T, V = trainer->model.V, Vp = trainer->model.Vp;
     float *padded = (float *)host_alloc((size_t)(N * Vp) * 4), *got = (float *)host_alloc((size_t)(N * V) * 4), *want = (float *)host_alloc((size_t)(N * V) * 4);
     device_copy(padded, head.act[ACT_LOGITS].data, N * Vp * 4, COPY_TO_HOST, trainer->stream);

@@ -74,13 +74,13 @@ static void test_recompute_slots(Test *t) {
                 const ChunkCost cost = {1, 1, 1};
                 PipelineReport r = pipeline_simulate(&trainer->pipe, &cost, pipeline_channels);
                 expect_true(t, !r.wrong[0], "%s", r.wrong);
-                acts_free(&trainer->acts);
-                acts_init(&trainer->acts, acts_layout(c, &trainer->model, 2, c->batch.train_micro_batch_size_per_gpu, true), false, false);
+                acts_free(trainer->acts);
+                acts_init(trainer->acts, acts_layout(c, &trainer->model, 2, c->batch.train_micro_batch_size_per_gpu, true), NULL, false, false);
                 free(trainer->train_uses);
                 free(trainer->eval_uses);
                 trainer->n_train_uses = 0;
                 trainer_list_uses(trainer);
-                expect_equal_i64(t, "bytes of two slots", trainer->acts.allocated, acts_bytes(&trainer->acts.layout));
+                expect_equal_i64(t, "bytes of two slots", trainer->acts->allocated, acts_bytes(&trainer->acts->layout));
             }
             dataloader_open(&trainer->train, tiny_tokens, 131, c->run.seq_len, c->batch.train_batch_size, false, false, 1, "data.train");
             trainer->has_train = true;
@@ -109,7 +109,7 @@ static void test_recompute_visits(Test *t) {
         model_init(&m, &c->model, model_whole, DTYPE_FP32, 1 << 20, false, NULL);
         ActVisit *visit = (ActVisit *)host_alloc(sizeof(ActVisit) * 2 * (size_t)m.table.n_units);
         for (int n = 1; n <= L; n++) {
-            ActLayout l = {&m, 1, 1, 4, true, RECOMPUTE_BLOCK, n, false};
+            ActLayout l = {&m, 1, 1, 4, true, RECOMPUTE_BLOCK, n, false, 0, L + 1, 0, false, false, (int)ceil_div(L, n)};
             int next = 1, shortest = L;
             for (int s = 0; s < n; s++) {
                 int first = acts_segment_first(&l, s), last = acts_segment_last(&l, s);
@@ -119,8 +119,8 @@ static void test_recompute_visits(Test *t) {
                 next = last + 1;
             }
             expect_equal_i64(t, "end of the last segment", next, L + 1);
-            expect_true(t, acts_segment_length(&l) - shortest <= 1, "%d blocks, %d segments: of %d to %d", L, n, shortest, acts_segment_length(&l));
-            int visits = acts_visits(&l, false, visit), expected = L + 1, ready = L + 1;
+            expect_true(t, l.longest - shortest <= 1, "%d blocks, %d segments: of %d to %d", L, n, shortest, l.longest);
+            int visits = acts_visits(&l, ACTS_BACKWARD, visit), expected = L + 1, ready = L + 1;
             for (int i = 0; i < visits; i++) {
                 if (visit[i].pass == ACTS_AGAIN) {
                     int segment = acts_segment_of(&l, expected); // that of the next unit to go backward
@@ -199,7 +199,7 @@ static void test_recompute_times(Test *t) {
         zero_init_weights(&trainer->zero, (uint64_t)c->run.seed);
         StepStats s = train_step(trainer);
         double forward[5], backward[5], sum = 0;
-        acts_times(&trainer->acts, forward, backward);
+        acts_times(trainer->acts, forward, backward);
         for (int i = 0; i < n; i++) {
             expect_true(t, forward[i] > 0 && backward[i] > 0, "segment %d of %d: %g ms forward, %g backward", i, n, forward[i], backward[i]);
             sum += forward[i] + backward[i];

@@ -388,7 +388,8 @@ static void test_reduce_buckets(Test *t) {
             trace_begin(false);
             for (int u = units - 1; u >= 0; u--) {
                 zero_grad_begin(z, u);
-                zero_grad_end(z, u);
+                zero_grad_end(z, u, PHASE_BOTH);
+                if (u == 0) zero_reduce_bucket(z);
                 written += whole_numel(trainer, u);
                 int64_t started = (trace_bytes(TRACE_REDUCE_SCATTER) + trace_bytes(TRACE_ALL_TO_ALL)) / 4, waiting = written - started;
                 expect_true(t, waiting <= max_i64(bucket, whole_numel(trainer, u)) && (u > 0 || waiting == 0),

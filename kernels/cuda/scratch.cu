@@ -18,15 +18,15 @@ static int n_scratch;
 static int64_t piece_bytes(int64_t bytes) { return round_up(max_i64(bytes, SCRATCH_BYTES_MIN), 1 << 20); }
 
 // The largest of what the launchers ask for; the number of multiprocessors counts where they size their grids by it.
-int64_t cuda::scratch_bytes(int64_t B, int64_t T, int64_t C, int64_t NH) {
-    const int64_t rows = B * T, f32 = (int64_t)sizeof(float);
+int64_t cuda::scratch_bytes(int64_t rows, int64_t C, int64_t B, int64_t T, int64_t NH, int64_t HS) {
+    const int64_t f32 = (int64_t)sizeof(float);
     int devices = 0;
     const bool present = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
     const int64_t sms = present ? sm_count() : 132; // without a device: an H200's
     cudaGetLastError(); // forgotten
     // Compute capability 9.0 asks for more than the other kernels.
-    int64_t attention_backward = rows * NH * f32;
-    if (!present || hopper_available()) attention_backward = attention_backward_hopper_scratch(B * NH, T, C / NH, sms);
+    int64_t attention_backward = B * T * NH * f32;
+    if (!present || hopper_available()) attention_backward = attention_backward_hopper_scratch(B * NH, T, HS, sms);
     const int64_t layernorm_backward = sms * 4 * COLUMN_SUMS * C * f32;
     // Up to four lists of tokens, sums of chunks of 32 tokens, and the sort, which keeps a second copy of keys and values.
     const int64_t embedding_backward = 4 * rows * 4 + rows / 32 * 2 * C * f32 + 9 * rows + (1 << 20);
