@@ -306,7 +306,6 @@ typedef struct {
     ConfigMessage *message;
     int count, room;
     int64_t of[CONFIG_KINDS]; // messages of each kind, those not kept included
-    bool plans;               // nothing is going to run: degrees that are not built yet can be planned with
 } ConfigReport;
 
 static void config_report_free(ConfigReport *report) {
@@ -1487,13 +1486,11 @@ static void config_free(Config *config) {
 static Config *config_for_world(CommandLine *l, const char *text, int64_t length, const char *name, int64_t world, bool first) {
     Config *config = (Config *)host_alloc(sizeof *config);
     ConfigReport report = {};
-    report.plans = l->plan;
     config_parse(text, length, name, l->override, l->n_overrides, world, l->strict, config, &report);
     // A plan may ask for worlds that the file was not written for: there micro-batch and accumulation hold.
     if (l->plan && config_refusals(&report) > 0 && config_given(config, "train_micro_batch_size_per_gpu") && config_given(config, "train_batch_size")) {
         l->override[l->n_overrides] = "train_batch_size=auto";
         config_report_free(&report);
-        report.plans = true;
         config_parse(text, length, name, l->override, l->n_overrides + 1, world, l->strict, config, &report);
         config->batch_follows = true;
     }

@@ -635,7 +635,6 @@ static void config_refuse_unbuilt(ConfigReader *r) {
         const ConfigKey *k = &config_keys[i];
         char initial[CONFIG_VALUE_MAX];
         if (k->treatment != TREAT_LATER || c->key[i].refused) continue;
-        if (r->report->plans && k->offset >= offsetof(Config, parallel) && k->offset < offsetof(Config, parallel) + sizeof c->parallel) continue;
         config_initial(k, initial);
         if (memcmp(initial, (const char *)c + k->offset, k->size) == 0) continue;
         if (k->initial[0]) config_say_key(r, CONFIG_UNBUILT, k->path, "not built yet (%s); set it to %s", k->text, k->initial);

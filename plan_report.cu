@@ -41,7 +41,8 @@ static void print_memory_header(const PlanTable *table) {
 static void print_memory_row(const PlanTable *table, const Plan *p) {
     const Config *cfg = p->cfg;
     const BatchConfig *b = &cfg->batch;
-    MemoryUse host, use = plan_stage_memory(p, plan_fullest(p), &host);
+    MemoryUse host, use;
+    plan_fullest(p, &use, &host);
     printf("%7" PRId64 " %6" PRId64 " %6" PRId64 " %7" PRId64 "%s", cfg->world, b->train_micro_batch_size_per_gpu, b->gradient_accumulation_steps, b->train_batch_size, cfg->batch_follows ? "*" : " ");
     print_memory(table, &use, &host);
     for (int s = 0; s < p->size.pp && p->size.pp > 1; s++) {
@@ -55,33 +56,53 @@ static void print_memory_row(const PlanTable *table, const Plan *p) {
     }
 }
 
-// The ladder of activation checkpointing for one micro-batch of a configuration: what each policy saves, and what it costs.
+// What a stage's chunks save and cost together. *blocks, *segments: of all of them.
+static ActCost stage_act_cost(const ActLayout *layout, int n_chunks, int *blocks, int *segments) {
+    ActCost sum;
+    memset(&sum, 0, sizeof sum);
+    *blocks = *segments = 0;
+    for (int c = 0; c < n_chunks; c++) {
+        ActCost cost = acts_cost(&layout[c]);
+        sum.bytes += cost.bytes;
+        sum.saved_bytes += cost.saved_bytes;
+        sum.host_bytes += cost.host_bytes;
+        sum.traffic_bytes += cost.traffic_bytes;
+        sum.flops_share += cost.flops_share;
+        *blocks += acts_n_blocks(&layout[c]);
+        *segments += layout[c].n_segments;
+    }
+    return sum;
+}
+
+// The ladder of activation checkpointing: what each policy saves on the fullest stage, and what it costs a micro-batch there.
 static void print_ladder(const Plan *p, double unit) {
-    const Config *cfg = p->cfg;
-    const int stage = plan_fullest(p);
-    const Model *m = &p->model[stage];
+    MemoryUse use;
+    const int stage = plan_fullest(p, &use, NULL);
     Config *c = (Config *)host_alloc(sizeof *c);
     Plan other = *p;
-    *c = *cfg;
+    *c = *p->cfg;
     other.cfg = c;
-    ActLayout set = plan_stage_acts(p, stage);
+    ActLayout *set = plan_stage_acts(p, stage);
+    int blocks, set_segments;
+    stage_act_cost(set, p->n_chunks, &blocks, &set_segments);
     printf("activation checkpointing of a micro-batch of %" PRId64 "; recomputed operations as a share of the update's own, traffic once more in memory\n%22s %10s %10s %10s %10s %10s\n",
-           set.B, "policy", "activat.", "saved", "on host", "operations", "traffic");
+           set->B, "policy", "activat.", "saved", "on host", "operations", "traffic");
     for (int policy = 0; policy <= RECOMPUTE_POLICIES; policy++) {
         char name[64];
-        ActLayout l = set;
-        if (policy < RECOMPUTE_POLICIES) {
-            c->activation_checkpointing = {};
-            c->activation_checkpointing.policy = (RecomputePolicy)policy;
-            l = plan_stage_acts(&other, stage);
-        } else if (set.n_segments == m->L && !set.cpu_checkpointing) continue;
-        ActCost cost = acts_cost(&l);
-        bool chosen = policy == RECOMPUTE_POLICIES || (l.policy == set.policy && l.n_segments == set.n_segments && l.cpu_checkpointing == set.cpu_checkpointing);
-        if (l.n_segments == m->L) snprintf(name, sizeof name, "%s", recompute_names[l.policy]);
-        else snprintf(name, sizeof name, "%s, %d segments", recompute_names[l.policy], l.n_segments);
-        printf("%22s %10.2f %10.2f %10.2f %8.1f %% %10.2f%s\n", name, (double)cost.bytes / unit, (double)cost.saved_bytes / unit, (double)cost.host_bytes / unit, 100 * cost.flops_share,
+        int segments;
+        if (policy == RECOMPUTE_POLICIES && set_segments == blocks && !set->cpu_checkpointing) continue;
+        c->activation_checkpointing = p->cfg->activation_checkpointing;
+        if (policy < RECOMPUTE_POLICIES) c->activation_checkpointing = {}, c->activation_checkpointing.policy = (RecomputePolicy)policy;
+        ActLayout *l = plan_stage_acts(&other, stage);
+        ActCost cost = stage_act_cost(l, p->n_chunks, &blocks, &segments);
+        bool chosen = policy == RECOMPUTE_POLICIES || (l->policy == set->policy && segments == set_segments && l->cpu_checkpointing == set->cpu_checkpointing);
+        if (segments == blocks) snprintf(name, sizeof name, "%s", recompute_names[l->policy]);
+        else snprintf(name, sizeof name, "%s, %d segments", recompute_names[l->policy], segments);
+        printf("%22s %10.2f %10.2f %10.2f %8.1f %% %10.2f%s\n", name, (double)cost.bytes / unit, (double)cost.saved_bytes / unit, (double)cost.host_bytes / unit, 100 * cost.flops_share * p->size.pp,
                (double)cost.traffic_bytes / unit, chosen ? "  <- this one" : "");
+        free(l);
     }
+    free(set);
     free(c);
 }
 
@@ -194,7 +215,7 @@ static void propose_within(const Plan *p, Config *c, const Config *given, double
             for (int policy = given->activation_checkpointing.policy; policy < RECOMPUTE_POLICIES; policy++) {
                 MemoryUse host, use;
                 c->activation_checkpointing.policy = (RecomputePolicy)policy;
-                use = plan_stage_memory(p, plan_fullest(p), &host);
+                plan_fullest(p, &use, &host);
                 Proposal found = {choice_of(c), 0, (double)memory_total(&use), (double)memory_total(&host)};
                 if (found.bytes < all->least.bytes) all->least = found;
                 if (found.bytes > room) continue;
@@ -231,7 +252,7 @@ static Proposals proposals_make(const Config *given, double room) {
                 n->data = given->world / (tensor * pipeline * n->sequence);
                 if (pipeline != given->parallel.pipeline) n->virtual_pipeline = interleaved && pipeline > 1 ? 2 : 1;
                 c->batch.train_micro_batch_size_per_gpu = micro;
-                if (given->world % (tensor * pipeline * n->sequence) != 0 || m->n_head % (tensor * n->sequence) != 0 || m->n_inner % tensor != 0) continue;
+                if (given->world % (tensor * pipeline * n->sequence) != 0 || m->n_head % (tensor * n->sequence) != 0 || m->n_inner % tensor != 0 || given->run.seq_len % (tensor * n->sequence) != 0) continue;
                 if (m->n_layer < pipeline * pipeline_n_chunks(n->pipeline_schedule, (int)pipeline, (int)n->virtual_pipeline) || !propose_batch(c)) continue;
                 Plan p;
                 plan_open(&p, c);
@@ -272,7 +293,8 @@ static void overrides_text(const Config *given, const Choice *c, char *text, siz
 }
 
 static void print_proposals(const Plan *p, double room, double unit) {
-    MemoryUse use = plan_stage_memory(p, plan_fullest(p), NULL);
+    MemoryUse use;
+    plan_fullest(p, &use, NULL);
     if (room <= 0 || (double)memory_total(&use) <= room) return;
     Proposals all = proposals_make(p->cfg, room);
     if (all.n) printf("what would fit on %" PRId64 " ranks, the fastest by estimate first\n", p->cfg->world);
@@ -317,7 +339,8 @@ static int plan_print(Config *first) {
     double room = first->device_memory > 0 ? first->device_memory * gib : present ? (double)device.memory_bytes : 0;
     Plan *plan = (Plan *)host_alloc(sizeof(Plan) * (size_t)worlds);
     for (Config *c = first; c; c = c->next_world) if (!c->refused) plan_open(&plan[n++], c);
-    MemoryUse largest = plan_stage_memory(&plan[0], plan_fullest(&plan[0]), NULL);
+    MemoryUse largest;
+    plan_fullest(&plan[0], &largest, NULL);
     PlanTable table = {memory_total(&largest) >= 1e9 ? gib : mib, fmax(0, room - (double)PLAN_OTHERS_BYTES), plan_uses_host(first)};
     print_plan_header(first, present ? &device : NULL);
     if (table.room > 0 && PLAN_OTHERS_BYTES > 0) printf("%.1f GiB of the device are left to its context and libraries\n", (double)PLAN_OTHERS_BYTES / gib);

@@ -91,7 +91,7 @@ typedef struct {
     const Plan *plan;
     const Model *m;
     ZeroLayout zero;
-    ActLayout acts;
+    ActLayout *acts;      // by chunk
     double rows;          // tokens of a micro-batch that a rank multiplies with weights
     double stream_bytes;  // of the residual stream of so many tokens
 } StagePlan;
@@ -107,14 +107,17 @@ static StagePlan stage_plan_open(const Plan *p, int stage) {
     s.stream_bytes = s.rows * (double)(s.m->C * dtype_bytes(s.m->dtype));
     return s;
 }
-static void stage_plan_close(StagePlan *s) { zero_layout_free(&s->zero); }
+static void stage_plan_close(StagePlan *s) {
+    zero_layout_free(&s->zero);
+    free(s->acts);
+}
 
 // Messages of tensor parallelism (tensor_parallel.cu), each as long as the residual stream of all rows. A block gathers its two norms' outputs and scatters the sums
 // of its two products by rows; backward is the mirror, and gathers the norms' outputs once more for the gradients of weights. What is recomputed
 // gathers, and scatters, again; and blocks that run forward again to come to the next one's input do all of it.
-static double tensor_messages(const StagePlan *s, UnitKind kind, bool backward) {
-    const RecomputePolicy policy = s->acts.policy;
-    const double again = (policy >= RECOMPUTE_QKV) + (policy >= RECOMPUTE_FFN) + (policy >= RECOMPUTE_BLOCK) + (double)(s->m->L - s->acts.n_segments) / (double)s->m->L;
+static double tensor_messages(const ActLayout *l, UnitKind kind, bool backward) {
+    const double inside = 1 - (double)l->n_segments / acts_n_blocks(l); // of the blocks, those that are not the last of a segment
+    const double again = (l->policy >= RECOMPUTE_QKV) + (l->policy >= RECOMPUTE_FFN) + (l->policy >= RECOMPUTE_BLOCK) + inside;
     if (kind == UNIT_EMBED) return 1;
     if (kind == UNIT_HEAD) return backward ? 2 : 0; // in training the head does all of its work there
     return backward ? 6 + again : 4;
@@ -122,9 +125,8 @@ static double tensor_messages(const StagePlan *s, UnitKind kind, bool backward) 
 
 // Of sequence parallelism, each as long as all rows' share of one of q, k, v and the attention's output: these change places, backward the output once more, for
 // the gradient of the projection, and all their gradients.
-static double sequence_messages(const StagePlan *s, UnitKind kind, bool backward) {
-    const RecomputePolicy policy = s->acts.policy;
-    return kind != UNIT_BLOCK ? 0 : !backward ? 4 : 5 + (policy >= RECOMPUTE_QKV ? 3 : 0) + (policy >= RECOMPUTE_BLOCK ? 1 : 0);
+static double sequence_messages(const ActLayout *l, UnitKind kind, bool backward) {
+    return kind != UNIT_BLOCK ? 0 : !backward ? 4 : 5 + (l->policy >= RECOMPUTE_QKV ? 3 : 0) + (l->policy >= RECOMPUTE_BLOCK ? 1 : 0);
 }
 
 // Of the blocks of a pass over the model, the share that is gathered: at each of the 2 n - 1 turns between the passes of an update as many are there
@@ -145,7 +147,7 @@ static double unit_reduced(const StagePlan *s, int unit) {
 }
 
 // Seconds of a unit's computation for a micro-batch.
-static ChunkCost unit_compute(const StagePlan *s, int unit) {
+static ChunkCost unit_compute(const StagePlan *s, const ActLayout *l, int unit) {
     const Model *m = s->m;
     const int64_t T = s->plan->cfg->run.seq_len;
     const double N = s->rows, C = (double)m->C, F = (double)m->F, tp = s->plan->size.tp, e = (double)dtype_bytes(m->dtype), local = N / tp;
@@ -159,7 +161,7 @@ static ChunkCost unit_compute(const StagePlan *s, int unit) {
         break;
     case UNIT_BLOCK: {
         double products = 2 * local * (4 * C * C + 2 * C * F) / rate, attention = 4 * local * attention_seen(m, T) * C;
-        double again = acts_flops_per_token(&s->acts) / (double)m->L * local / rate + (double)recompute_bytes_per_token(m, s->acts.policy) * N / RATE_KERNELS;
+        double again = acts_flops_per_token(l) / acts_n_blocks(l) * local / rate + (double)recompute_bytes_per_token(m, l->policy) * N / RATE_KERNELS;
         c.forward = products + attention / attention_rate(head_size, T, false) + local * 6 * C * e / RATE_KERNELS;                  // two norms, one with a sum
         c.backward = products + 2.5 * attention / attention_rate(head_size, T, true) + local * 8 * C * e / RATE_KERNELS + again; // two norms
         c.weights = products + local * (F + 3 * C) * e / RATE_KERNELS;                                                                     // biases
@@ -176,35 +178,37 @@ static ChunkCost unit_compute(const StagePlan *s, int unit) {
     return c;
 }
 
-static void chunk_add_unit(ChunkWork *w, const StagePlan *s, int unit, double gathered) {
+static void chunk_add_unit(ChunkWork *w, const StagePlan *s, const ActLayout *l, int unit, double gathered) {
     const GridAxes n = s->plan->size;
     const UnitKind kind = s->m->table.unit[unit].kind;
-    ChunkCost c = unit_compute(s, unit);
+    ChunkCost c = unit_compute(s, l, unit);
     w->compute.forward += c.forward;
     w->compute.backward += c.backward;
     w->compute.weights += c.weights;
     if (layout_shards_grads(&s->zero)) w->reduced += unit_reduced(s, unit);
     for (int pass = 0; pass < 2; pass++) {
-        w->tensor[pass] += tensor_messages(s, kind, pass == 1) * s->stream_bytes * share_sent(n.tp);
+        w->tensor[pass] += tensor_messages(l, kind, pass == 1) * s->stream_bytes * share_sent(n.tp);
         if (kind == UNIT_HEAD && pass == 1) w->tensor[pass] += 3 * 4 * s->rows * (n.tp - 1); // statistics of the classifier
-        w->sequence[pass] += sequence_messages(s, kind, pass == 1) * s->stream_bytes / n.tp * share_sent(n.sp);
+        w->sequence[pass] += sequence_messages(l, kind, pass == 1) * s->stream_bytes / n.tp * share_sent(n.sp);
         if (!unit_takes_turns(s, unit)) continue;
         w->gathered[pass] += gathered * unit_gathered(s, unit);
-        const UnitLayout *l = &s->zero.unit[unit];
-        if (l->param_on_host) w->fetched[pass] += gathered * (double)(l->shard_numel * dtype_bytes(s->m->dtype));
-        w->read[pass] += gathered * (double)(l->shard_numel * l->file_element[HOST_WEIGHT]);
+        const UnitLayout *u = &s->zero.unit[unit];
+        if (u->param_on_host) w->fetched[pass] += gathered * (double)(u->shard_numel * dtype_bytes(s->m->dtype));
+        w->read[pass] += gathered * (double)(u->shard_numel * u->file_element[HOST_WEIGHT]);
     }
 }
 
 // whole: number of the chunk, over the model.
 static ChunkWork chunk_work(const StagePlan *s, int whole) {
     const Plan *p = s->plan;
+    const Pipeline *pipe = &p->pipe[0];
+    const ActLayout *l = &s->acts[pipeline_chunk_of(pipe, whole)];
     ChunkWork w;
     memset(&w, 0, sizeof w);
     double gathered = gathered_share(s);
-    for (int u = p->first[whole]; u < p->first[whole + 1]; u++) chunk_add_unit(&w, s, u, gathered);
-    w.stored = (double)acts_slot_host_bytes(&s->acts) * (p->first[whole + 1] - p->first[whole]) / s->m->table.n_units; // of the whole model's
-    if (whole + 1 < p->n_chunks * p->size.pp && plan_stage_of(p, whole + 1) != plan_stage_of(p, whole)) w.sent = s->stream_bytes / p->size.tp;
+    for (int u = pipe->first[whole]; u < pipe->first[whole + 1]; u++) chunk_add_unit(&w, s, l, u, gathered);
+    w.stored = (double)acts_slot_host_bytes(l);
+    if (whole < pipeline_last(pipe) && plan_stage_of(p, whole + 1) != plan_stage_of(p, whole)) w.sent = s->stream_bytes / p->size.tp;
     return w;
 }
 

@@ -119,26 +119,23 @@ static void plan_acts(const Config *cfg, const Model *m, const Pipeline *p, int6
 }
 
 // What device_malloc will have given to rank grid.rank at its peak. cfg and m are resolved; B: samples of a micro-batch;
-// with_backward: to train; one_host: all ranks are on one, and reach each other's memory. *host, unless null: what the rank will
-// have of host memory for what lies there.
-static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid, bool one_host, int64_t B, bool with_backward, MemoryUse *host) {
+// with_backward: to train; one_host: all ranks are on one, and reach each other's memory; pipe: the program of its stage. *host, unless null: what
+// the rank will have of host memory for what lies there.
+static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid, const Pipeline *pipe, bool one_host, int64_t B, bool with_backward, MemoryUse *host) {
     int64_t T = cfg->run.seq_len;
     ZeroOptions options = zero_options(&cfg->zero);
     options.direct_exchange = options.direct_exchange && one_host;
-    Pipeline pipe;
-    plan_pipeline(cfg, &m->c, grid, &pipe);
-    options.split_backward = pipe.split_w;
-    ActLayout *acts = (ActLayout *)host_alloc(sizeof(ActLayout) * (size_t)pipe.n_chunks);
-    plan_acts(cfg, m, &pipe, B, with_backward, acts);
+    options.split_backward = pipe->split_w;
+    ActLayout *acts = (ActLayout *)host_alloc(sizeof(ActLayout) * (size_t)pipe->n_chunks);
+    plan_acts(cfg, m, pipe, B, with_backward, acts);
     ZeroLayout zero = zero_layout(m, options, grid.zero_size, grid.zero_rank, optimizer_n_states(&cfg->optimizer), with_backward);
     MemoryUse use = zero.bytes;
     if (host) *host = zero.host_bytes, host->bytes[MEMORY_BUFFERS] += plan_copy_bytes(cfg, m, &zero);
-    for (int c = 0; c < pipe.n_chunks; c++) {
+    for (int c = 0; c < pipe->n_chunks; c++) {
         if (host) host->bytes[MEMORY_ACTIVATIONS] += acts_host_bytes(&acts[c]);
         use.bytes[MEMORY_ACTIVATIONS] += acts_bytes(&acts[c]);
     }
     zero_layout_free(&zero);
-    pipeline_free(&pipe);
     free(acts);
     use.bytes[MEMORY_SCRATCH] = scratch_bytes(B * T / m->sp.size, m->C, B, T, block_heads(m), m->C / m->NH) + optimizer_bytes() + (int64_t)sizeof(double); // the last: Trainer.eval_sum
     if (cfg->run.replica_check_every > 0) use.bytes[MEMORY_SCRATCH] += replicas_bytes(m, grid.zero_size);
@@ -165,7 +162,6 @@ typedef struct {
     const Config *cfg;     // resolved
     GridAxes size;
     int n_chunks;          // on each stage
-    int *first;            // (all chunks + 1) the first unit of each, in the order of the model, and the number of units
     int *stage;            // by unit
     Model *model;          // (size.pp) as a rank of each stage holds it
     Pipeline *pipe;        // (size.pp) their programs, of as many micro-batches as it takes to be in full flow: more repeat what is there
@@ -191,25 +187,25 @@ static bool plan_one_host(const Plan *p) { return p->size.tp * p->size.sp * p->s
 
 static void plan_open(Plan *p, const Config *cfg) {
     const ParallelConfig *c = &cfg->parallel;
-    int n_units = (int)cfg->model.n_layer + 2;
     memset(p, 0, sizeof *p);
     p->cfg = cfg;
     p->size = {(int)c->pipeline, (int)c->data, (int)c->sequence, (int)c->tensor};
     p->n_chunks = pipeline_n_chunks(c->pipeline_schedule, p->size.pp, (int)c->virtual_pipeline);
-    int chunks = p->n_chunks * p->size.pp;
-    p->pipe = (Pipeline *)host_alloc(sizeof(Pipeline) * (size_t)p->size.pp);
-    for (int s = 0; s < p->size.pp; s++) pipeline_make(&p->pipe[s], c->pipeline_schedule, p->size.pp, p->n_chunks, s, plan_micro_batches(cfg));
+    const int chunks = p->n_chunks * p->size.pp;
     Model whole;
     model_init(&whole, &cfg->model, model_whole, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, NULL);
-    p->first = plan_cut(cfg, &whole, chunks);
+    int *first = plan_cut(cfg, &whole, chunks);
     model_free(&whole);
-    p->stage = (int *)host_alloc(sizeof(int) * (size_t)n_units);
-    for (int k = 0; k < chunks; k++)
-        for (int u = p->first[k]; u < p->first[k + 1]; u++) p->stage[u] = plan_stage_of(p, k);
+    p->pipe = (Pipeline *)host_alloc(sizeof(Pipeline) * (size_t)p->size.pp);
+    for (int s = 0; s < p->size.pp; s++) {
+        pipeline_make(&p->pipe[s], c->pipeline_schedule, p->size.pp, p->n_chunks, s, plan_micro_batches(cfg));
+        memcpy(p->pipe[s].first, first, sizeof(int) * (size_t)(chunks + 1));
+    }
+    free(first);
+    p->stage = plan_unit_stages(&p->pipe[0]);
     p->model = (Model *)host_alloc(sizeof(Model) * (size_t)p->size.pp);
     for (int s = 0; s < p->size.pp; s++) {
-        ModelPart part = {p->size.tp, 0, s, p->stage};
-        model_init(&p->model[s], &cfg->model, part, cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, NULL);
+        model_init(&p->model[s], &cfg->model, plan_part(plan_stage_grid(p, s), p->stage), cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, NULL);
         p->model[s].sp.size = p->size.sp;
     }
 }
@@ -219,7 +215,6 @@ static void plan_close(Plan *p) {
         model_free(&p->model[s]);
         pipeline_free(&p->pipe[s]);
     }
-    free(p->first);
     free(p->stage);
     free(p->model);
     free(p->pipe);
@@ -233,21 +228,27 @@ static ZeroLayout plan_stage_zero(const Plan *p, int stage) {
     return zero_layout(&p->model[stage], options, grid.zero_size, grid.zero_rank, optimizer_n_states(&p->cfg->optimizer), true);
 }
 
-static ActLayout plan_stage_acts(const Plan *p, int stage) {
-    return acts_layout(p->cfg, &p->model[stage], p->pipe[stage].n_slots[0], p->cfg->batch.train_micro_batch_size_per_gpu, true);
+// The layouts of its chunks' activations; to be freed.
+static ActLayout *plan_stage_acts(const Plan *p, int stage) {
+    ActLayout *layout = (ActLayout *)host_alloc(sizeof(ActLayout) * (size_t)p->n_chunks);
+    plan_acts(p->cfg, &p->model[stage], &p->pipe[stage], p->cfg->batch.train_micro_batch_size_per_gpu, true, layout);
+    return layout;
 }
 
 static MemoryUse plan_stage_memory(const Plan *p, int stage, MemoryUse *host) {
-    return plan_memory(p->cfg, &p->model[stage], plan_stage_grid(p, stage), plan_one_host(p), p->cfg->batch.train_micro_batch_size_per_gpu, true, host);
+    return plan_memory(p->cfg, &p->model[stage], plan_stage_grid(p, stage), &p->pipe[stage], plan_one_host(p), p->cfg->batch.train_micro_batch_size_per_gpu, true, host);
 }
 
-// The stage whose ranks need most of the device.
-static int plan_fullest(const Plan *p) {
+// The stage whose ranks need most of the device, what they need of it and, unless null, of host memory.
+static int plan_fullest(const Plan *p, MemoryUse *most, MemoryUse *host) {
     int fullest = 0;
-    int64_t most = -1;
-    for (int s = 0; s < p->size.pp; s++) {
-        MemoryUse use = plan_stage_memory(p, s, NULL);
-        if (memory_total(&use) > most) most = memory_total(&use), fullest = s;
+    *most = plan_stage_memory(p, 0, host);
+    for (int s = 1; s < p->size.pp; s++) {
+        MemoryUse there, use = plan_stage_memory(p, s, &there);
+        if (memory_total(&use) <= memory_total(most)) continue;
+        fullest = s;
+        *most = use;
+        if (host) *host = there;
     }
     return fullest;
 }

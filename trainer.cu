@@ -574,7 +574,7 @@ static void copy_must_fit(Trainer *t) {
     if (h.fits) return;
     t->cfg->checkpoint.decoupled = false;
     MemoryUse rest;
-    plan_memory(t->cfg, &t->model, t->grid, t->groups.reduce.direct, 1, true, &rest);
+    plan_memory(t->cfg, &t->model, t->grid, &t->pipe, t->groups.reduce.direct, 1, true, &rest);
     without = rest.bytes[MEMORY_BUFFERS];
     if (t->grid.rank == 0)
         note("checkpoint.writer.decoupled = true: the copies that it writes from take %.2f GiB of host memory a rank, and of the %.2f GiB that a host has available %d rank%s already need%s %.2f; training waits for its checkpoints instead",
@@ -617,7 +617,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     for (int c = 0; c < t->pipe.n_chunks; c++) graphs += GRAPHS_PER_UNIT * t->pipe.n_slots[c] * t->model.table.n_units / grid.size.pp;
     if (cfg->run.cuda_graphs && grid.size.tp * grid.size.sp == 1) t->model.graphs = graphs_create(t->stream, graphs);
     t->model.deterministic = cfg->run.deterministic;
-    t->planned = plan_memory(cfg, &t->model, grid, t->groups.reduce.direct, B, with_backward, &t->planned_host);
+    t->planned = plan_memory(cfg, &t->model, grid, &t->pipe, t->groups.reduce.direct, B, with_backward, &t->planned_host);
     memory_must_fit(t);
     copy_must_fit(t);
     host_memory_must_fit(t);

@@ -67,7 +67,7 @@ run_ranks() {
         return
     fi
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMP_NUM_THREADS=1
-    for n in 2 3 4; do run_suite "$n ranks" timeout 600 mpirun -n "$n" "$build/test_gpt" comm parallel zero graphs recompute "plan/bytes of a run"; done
+    for n in 2 3 4; do run_suite "$n ranks" timeout 600 mpirun -n "$n" "$build/test_gpt" comm parallel zero graphs recompute "plan/bytes of a run" "plan/split by tensors and sequences" "plan/stages of a run"; done
     unset OMP_NUM_THREADS
 }
 

@@ -302,7 +302,9 @@ static void test_plan_any_world(Test *t) {
     c->run.seq_len = 2048;
     model_init(&m, &sizes, model_whole, c->dtype, 256 << 20, false, NULL);
     GridAxes axes = {1, 1, 1, 1};
-    MemoryUse whole = plan_memory(c, &m, grid_make(0, axes), true, 1, true, NULL);
+    Pipeline pipe;
+    plan_pipeline(c, &sizes, grid_make(0, axes), &pipe);
+    MemoryUse whole = plan_memory(c, &m, grid_make(0, axes), &pipe, true, 1, true, NULL);
     static const struct { MemoryKind kind; int from_stage; } parts[] = {{MEMORY_OPTIMIZER_STATES, 1}, {MEMORY_MASTERS, 1}, {MEMORY_GRADIENTS, 2}, {MEMORY_WEIGHTS, 3}};
     static const int worlds[] = {2, 3, 7, 64, 1000};
     expect_near(t, "states of one rank", (double)whole.bytes[MEMORY_OPTIMIZER_STATES], 8.0 * (double)table_param_count(&m.table), 1e-3 * (double)whole.bytes[MEMORY_OPTIMIZER_STATES]);
@@ -310,9 +312,9 @@ static void test_plan_any_world(Test *t) {
     for (int w = 0; w < 5; w++) {
         int N = axes.dp = worlds[w];
         for (c->zero.stage = 0; c->zero.stage < 4; c->zero.stage++) {
-            MemoryUse one = plan_memory(c, &m, grid_make(0, axes), N <= 8, 1, true, NULL);
+            MemoryUse one = plan_memory(c, &m, grid_make(0, axes), &pipe, N <= 8, 1, true, NULL);
             for (int r = 1; r < N; r += 1 + N / 8) {
-                MemoryUse other = plan_memory(c, &m, grid_make(r, axes), N <= 8, 1, true, NULL);
+                MemoryUse other = plan_memory(c, &m, grid_make(r, axes), &pipe, N <= 8, 1, true, NULL);
                 expect_same_bytes(t, "another rank's plan", &other, &one, sizeof one);
             }
             double slack = (double)N * ROW_ALIGN * 8 * m.table.n_units;
@@ -327,6 +329,7 @@ static void test_plan_any_world(Test *t) {
     // A block keeps 16 C elements of 2 bytes and 4 + NH numbers of 4 for each token; the rest is shared by 48 of them.
     double kept = 48.0 * 2048 * (16 * 4096 * 2 + (4 + 32) * 4);
     expect_near(t, "activations", (double)whole.bytes[MEMORY_ACTIVATIONS], kept, 0.05 * kept);
+    pipeline_free(&pipe);
     model_free(&m);
     free(c);
 }

@@ -5,10 +5,11 @@
 
 enum { TRACE_MAX = 4096 };
 
-typedef enum { TRACE_ALL_GATHER, TRACE_REDUCE_SCATTER, TRACE_ALL_TO_ALL, TRACE_ALL_REDUCE } TraceKind;
+typedef enum { TRACE_ALL_GATHER, TRACE_REDUCE_SCATTER, TRACE_ALL_TO_ALL, TRACE_ALL_REDUCE, TRACE_SEND } TraceKind;
 
 typedef struct {
     TraceKind kind;
+    Group group;
     DType type;
     int64_t n;       // elements of the whole: what every rank has afterwards, or had before
     Stream stream;
@@ -30,12 +31,13 @@ static void trace_begin(bool keeps) {
 }
 static void trace_end(void) { trace.on = false; }
 
-static void trace_add(TraceKind kind, int64_t n, DType t, const void *given, Stream s) {
+static void trace_add(TraceKind kind, Group g, int64_t n, DType t, const void *given, Stream s) {
     if (!trace.on) return;
     CHECK(trace.n < TRACE_MAX, "%d collectives", trace.n);
     TraceRow *r = &trace.row[trace.n++];
     memset(r, 0, sizeof *r);
     r->kind = kind;
+    r->group = g;
     r->type = t;
     r->n = n;
     r->stream = s;
@@ -57,21 +59,26 @@ static int64_t trace_bytes(TraceKind kind) {
 }
 
 static void traced_all_gather(Group g, void *full, const void *shard, int64_t n, DType t, Stream s) {
-    trace_add(TRACE_ALL_GATHER, n * g.size, t, NULL, s);
+    trace_add(TRACE_ALL_GATHER, g, n * g.size, t, NULL, s);
     comm_all_gather(g, full, shard, n, t, s);
 }
 static void traced_reduce_scatter(Group g, void *shard, void *full, int64_t n, DType t, Stream s) {
-    trace_add(TRACE_REDUCE_SCATTER, n * g.size, t, full, s);
+    trace_add(TRACE_REDUCE_SCATTER, g, n * g.size, t, full, s);
     comm_reduce_scatter(g, shard, full, n, t, s);
 }
 static void traced_all_to_all(Group g, void *parts, const void *full, int64_t n, DType t, Stream s) {
-    trace_add(TRACE_ALL_TO_ALL, n * g.size, t, full, s);
+    trace_add(TRACE_ALL_TO_ALL, g, n * g.size, t, full, s);
     comm_all_to_all(g, parts, full, n, t, s);
 }
 static void traced_all_reduce(Group g, void *x, int64_t n, DType t, Stream s) {
-    trace_add(TRACE_ALL_REDUCE, n, t, x, s);
+    trace_add(TRACE_ALL_REDUCE, g, n, t, x, s);
     comm_all_reduce(g, x, n, t, s);
 }
+static void traced_send(Group g, const void *x, int64_t bytes, int peer, Stream s) {
+    trace_add(TRACE_SEND, g, bytes / 2, DTYPE_BF16, NULL, s); // of whatever type: as many elements of two bytes
+    comm_send(g, x, bytes, peer, s);
+}
+#define comm_send traced_send
 #define comm_all_gather traced_all_gather
 #define comm_reduce_scatter traced_reduce_scatter
 #define comm_all_to_all traced_all_to_all
