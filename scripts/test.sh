@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # test.sh - runs all tests of one build folder: scripts/test.sh build/cpu [suite ...]
 #
-# Suites: c (test_gpt), ranks (test_gpt's sections for several ranks under mpirun -n 2, 3, 4), python (tests/test_*.py), cli
+# Suites: c (test_gpt), ranks (test_gpt's sections for several ranks under mpirun -n 2, 3, 4 and 8), python (tests/test_*.py), cli
 # (tests/test_cli.sh); all of them unless named. A suite that ends
 # without its closing line counts as one failure. The last line is the sum: "N passed, N failed, N skipped".
 set -uo pipefail
@@ -67,7 +67,8 @@ run_ranks() {
         return
     fi
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMP_NUM_THREADS=1
-    for n in 2 3 4; do run_suite "$n ranks" timeout 600 mpirun -n "$n" "$build/test_gpt" comm parallel zero graphs recompute "plan/bytes of a run" "plan/split by tensors and sequences" "plan/stages of a run"; done
+    for n in 2 3 4; do run_suite "$n ranks" timeout 600 mpirun -n "$n" "$build/test_gpt" comm parallel zero graphs recompute tensor stages combinations "plan/bytes of a run" "plan/split by tensors and sequences" "plan/stages of a run"; done
+    [[ $build == *debug* ]] || run_suite "8 ranks" timeout 600 mpirun -n 8 "$build/test_gpt" combinations
     unset OMP_NUM_THREADS
 }
 
