@@ -344,6 +344,31 @@ row_tensor_and_sequence_parallel() {
     run_expect 0 -c config.json --plan 4 tensor_model_parallel_size=2 sequence_parallel_size=2 model.n_head=4
 }
 
+# The settings guides' examples of parallelism, their sizes brought down to 8 ranks and a small model, train as one rank does.
+row_examples_of_the_guides() {
+    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    local small=(model.preset=null model.n_layer=4 model.n_head=4 model.n_embd=32 model.n_positions=32 model.vocab_size=256 data.train=train.txt run.seq_len=32 run.steps=2 optimizer.type=AdamW optimizer.params.lr=1e-3)
+    local one=(tensor_model_parallel_size=1 pipeline_model_parallel_size=1 zero_optimization.stage=0)
+    local files=(t06-hybrid t08-parallel-python t12-175B t13-sequence) ranks=(8 8 8 2) batch=(32 32 32 1) i
+    local changes=("" "" "train_batch_size=32 gradient_accumulation_steps=4 tensor_model_parallel_size=2 pipeline_model_parallel_size=2" "sequence_parallel.attention_window_size=8")
+    for i in 0 1 2 3; do
+        # shellcheck disable=SC2086
+        ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 120 mpirun -n "${ranks[i]}" "$binary" -c "$root/tests/config/${files[i]}.json" "${small[@]}" ${changes[i]} run.output_dir="several$i" >out 2>err </dev/null
+        equal "mpirun's exit code with ${files[i]}" $? 0
+        # shellcheck disable=SC2086
+        run_expect 0 -c "$root/tests/config/${files[i]}.json" "${small[@]}" ${changes[i]} "${one[@]}" zero_optimization.offload_optimizer.device=none zero_optimization.offload_param.device=none \
+            sequence_parallel.enabled=false train_batch_size="${batch[i]}" run.output_dir="one$i" || return
+        python3 - "several$i" "one$i" <<'PY' >verdict 2>&1
+import json, sys
+several, one = ([r["loss"] for r in map(json.loads, open(f"{d}/log.jsonl")) if "loss" in r] for d in sys.argv[1:])
+assert len(several) == len(one) == 2 and all(abs(a - b) < 2e-3 * b for a, b in zip(several, one)), (several, one)
+print("good")
+PY
+        equal "losses of ${files[i]}" "$(tail -n 1 verdict)" good
+    done
+}
+
 row_misspelt_key() {
     sed -i 's/"gradient_clipping"/"gradient_cliping"/' config.json
     refuses 2 -c config.json
