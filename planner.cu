@@ -35,6 +35,9 @@ static void resolve_model(Config *cfg) {
     for (int i = 0; i < SPLIT_RULES; i++)
         if (rule[i].size % rule[i].degree != 0)
             die_alike(EXIT_CONFIG, "%s = %" PRId64 ": %s the model's %" PRId64 " %s; choose a divisor", rule[i].key, rule[i].key[0] == 't' ? cfg->parallel.tensor : cfg->parallel.sequence, rule[i].verb, rule[i].size, rule[i].what);
+    const ParallelConfig *p = &cfg->parallel;
+    if (m->n_layer < p->pipeline * p->virtual_pipeline)
+        die_alike(EXIT_CONFIG, "pipeline_model_parallel_size = %" PRId64 ": x %" PRId64 " chunk%s is more than the model's %" PRId64 " layers; lower it", p->pipeline, p->virtual_pipeline, p->virtual_pipeline == 1 ? "" : "s", m->n_layer);
     if (cfg->batch.vocabulary_size && cfg->batch.vocabulary_size != m->vocab_size)
         die_alike(EXIT_CONFIG, "vocabulary_size = %" PRId64 ": the model's vocabulary has %" PRId64 " tokens; remove the key or make them equal", cfg->batch.vocabulary_size, m->vocab_size);
 }

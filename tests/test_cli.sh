@@ -809,6 +809,9 @@ row_generate_and_export() {
     expect "weights" test -s exported/model.safetensors
     run_expect 0 -c config.json sequence_parallel.attention_window_size=8 --export windowed || return
     says "a GPT-2 folder cannot say this"
+    sed '/"model":/d' config.json >bare.json # what the folder says is known only when it is read
+    run_expect 2 -c bare.json model.init_from=exported pipeline_model_parallel_size=4 --plan 4 || return
+    says "is more than the model's 2 layers"
     # an exported model is a starting point whose first loss is near the last one, not near log(256)
     run_expect 0 -c config.json model.init_from=exported run.output_dir=tuned run.steps=1 || return
     expect "first loss of the fine-tuned run" python3 -c '
