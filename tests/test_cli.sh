@@ -369,6 +369,44 @@ PY
     done
 }
 
+# One run through six layouts, each of which goes on from the checkpoint of the one before: the curve of one rank. Then the model leaves
+# and comes back under another layout, byte for byte, and writes the same text.
+row_resume_through_layouts() {
+    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 ASAN_OPTIONS=detect_leaks=0
+    local common=(-c config.json train_batch_size=16 gradient_accumulation_steps=4 model.n_layer=4 model.n_head=4) split="tensor_model_parallel_size=2 pipeline_model_parallel_size=2" at=0 layout
+    run_expect 0 "${common[@]}" run.output_dir=one run.steps=12 || return
+    for layout in "4 $split zero_optimization.stage=1" "8 $split pipeline_schedule=zb-v zero_optimization.stage=3" "1" "4 tensor_model_parallel_size=4" \
+        "4 sequence_parallel_size=2 pipeline_model_parallel_size=2 checkpoint.writer.decoupled=true" "3 pipeline_model_parallel_size=3 zero_optimization.stage=2"; do
+        at=$((at + 2))
+        # shellcheck disable=SC2086
+        timeout --kill-after=5 120 mpirun -n ${layout%% *} "$binary" "${common[@]}" run.steps=$at $([[ $layout == *" "* ]] && echo "${layout#* }") >out 2>err </dev/null
+        equal "mpirun's exit code with $layout" $? 0
+    done
+    python3 - <<'PY' >verdict 2>&1
+import json
+several, one = ([r["loss"] for r in map(json.loads, open(f"{d}/log.jsonl")) if "loss" in r] for d in ("out_dir", "one"))
+assert len(several) == len(one) == 12 and all(abs(a - b) < 1e-5 * b for a, b in zip(several, one)), (several, one)
+print("good")
+PY
+    equal "the losses" "$(tail -n 1 verdict)" good
+    run_expect 0 "${common[@]}" --export whole || return
+    # shellcheck disable=SC2086
+    timeout --kill-after=5 120 mpirun -n 4 "$binary" "${common[@]}" --export parts $split >out 2>err </dev/null
+    equal "mpirun's exit code of the export" $? 0
+    expect "the same weights from two layouts" cmp whole/model.safetensors parts/model.safetensors
+    # shellcheck disable=SC2086
+    timeout --kill-after=5 120 mpirun -n 4 "$binary" "${common[@]}" model.init_from=whole run.output_dir=again run.steps=0 $split >out 2>err </dev/null
+    equal "mpirun's exit code of the import" $? 0
+    run_expect 0 "${common[@]}" run.output_dir=again --export back || return
+    expect "the same weights after an import by parts" cmp whole/model.safetensors back/model.safetensors
+    run_expect 0 "${common[@]}" --generate "line" run.sample_tokens=30 || return
+    mv out text
+    # shellcheck disable=SC2086
+    timeout --kill-after=5 120 mpirun -n 4 "$binary" "${common[@]}" --generate "line" run.sample_tokens=30 $split >out 2>err </dev/null
+    expect "the same text" cmp out text
+}
+
 row_misspelt_key() {
     sed -i 's/"gradient_clipping"/"gradient_cliping"/' config.json
     refuses 2 -c config.json
