@@ -847,6 +847,7 @@ static void test_values(Test *t) {
         {"{\"zero_optimization\": {\"stage\": 3, \"stage3_prefetch_bucket_size\": \"auto\"}}", "model.preset=gpt2-124M", "zero_optimization.stage3_prefetch_bucket_size", "530841", ORIGIN_AUTO}, // int(0.9 x 768 x 768)
         {"{\"zero_optimization\": {\"stage\": 3, \"param_persistence_threshold\": \"auto\"}}", "model.preset=gpt2-124M", "zero_optimization.stage3_param_persistence_threshold", "7680", ORIGIN_AUTO},
         {"{\"zero_optimization\": {\"stage\": 3, \"cpu_offload_param\": true}}", "", "zero_optimization.offload_param.device", "cpu", ORIGIN_FILE},
+        {"{\"zero_optimization\": {\"stage\": 3, \"offload_param\": {\"device\": \"nvme\", \"nvme_path\": \"here/nvme\"}}}", "run.output_dir=here", "zero_optimization.offload_param.nvme_path", "\"here/nvme\"", ORIGIN_FILE},
         {"{\"zero_optimization\": {\"stage\": 3, \"offload_param\": {\"device\": \"nvme\"}}}", "run.output_dir=here", "zero_optimization.offload_param.nvme_path", "\"here/nvme\"", ORIGIN_DERIVED},
         {"{\"tensor_parallel\": {\"tensor_parallel\": {\"tp_size\": 1}}}", "", "tensor_model_parallel_size", "1", ORIGIN_FILE},
         {"{\"steps_per_print\": 1e5}", "", "steps_per_print", "100000", ORIGIN_FILE},
