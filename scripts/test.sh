@@ -67,8 +67,8 @@ run_ranks() {
         return
     fi
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 OMP_NUM_THREADS=1
-    for n in 2 3 4; do run_suite "$n ranks" timeout 600 mpirun -n "$n" "$build/test_gpt" comm parallel zero graphs recompute tensor stages combinations "plan/bytes of a run" "plan/split by tensors and sequences" "plan/stages of a run"; done
-    [[ $build == *debug* ]] || run_suite "8 ranks" timeout 600 mpirun -n 8 "$build/test_gpt" combinations
+    for n in 2 3 4; do run_suite "$n ranks" timeout 900 mpirun -n "$n" "$build/test_gpt" comm parallel zero graphs recompute tensor stages combinations "plan/bytes of a run" "plan/split by tensors and sequences" "plan/stages of a run"; done
+    [[ $build == *debug* ]] || run_suite "8 ranks" timeout 900 mpirun -n 8 "$build/test_gpt" combinations
     unset OMP_NUM_THREADS
 }
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Proves that the tests can fail: plants one bug at a time in a copy of the tree, and demands that a section of
 ./test_gpt notices. Usage: tests/teeth.py [number ...]; without numbers, all bugs. Closes with "N passed, N failed".
+tests/teeth.py places only looks whether each bug could be planted.
 
 A bug is (file, text, replacement, section, what it is); a section with "@N" runs on N ranks. The text must occur exactly once in its file, so that a bug
 whose place has moved is reported instead of silently not planted.
@@ -247,8 +248,22 @@ def run(command, log):
         return subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
 
 
+def places(root):
+    """The number of bugs whose place has moved; says which."""
+    moved = 0
+    for number, (name, text, _, _, what) in enumerate(BUGS, 1):
+        found = open(os.path.join(root, name)).read().count(text)
+        if found != 1:
+            moved += 1
+            print(f"FAIL teeth: the place of bug {number} ({what}) in {name} occurs {found} times: bring tests/teeth.py up to date")
+    print(f"teeth: {len(BUGS)} places looked for, {moved} problems")
+    return moved
+
+
 def main():
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if sys.argv[1:] == ["places"]:
+        sys.exit(places(root) > 0)
     picked = [int(a) for a in sys.argv[1:]] or range(1, len(BUGS) + 1)
     files = subprocess.run(["git", "-C", root, "ls-files", "-z"], capture_output=True, check=True).stdout.decode().split("\0")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
