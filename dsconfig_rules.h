@@ -435,7 +435,7 @@ static void config_resolve_offload(ConfigReader *r, OffloadConfig *o, const char
     o->nvme_derived = !o->nvme_path[0] || strcmp(o->nvme_path, own) == 0; // who names the folder that the run makes itself need not make it
     if (o->nvme_derived && o->nvme_path[0]) return;
     if (o->nvme_derived) {
-        strcpy(o->nvme_path, own);
+        memcpy(o->nvme_path, own, sizeof own);
         config_derive(r, path_key, ORIGIN_DERIVED);
         config_say_key(r, CONFIG_NOTICE, device_key, "without nvme_path: the files go to train_gpt.run.output_dir, in the folder nvme");
         return;
