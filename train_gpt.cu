@@ -148,6 +148,7 @@ static void measure_phases(Trainer *t, StepStats *s) {
     s->bubble = -1;
     s->has_phases = t->cfg->wall_clock_breakdown;
     if (!s->has_phases && t->pipe.n_stages == 1) return;
+    if (s->has_phases) event_sync(t->mark[t->pipe.n + 1]); // what comes before the update is done: the host has read its sums
     for (int i = 0; i < t->pipe.n; i++) ms[t->pipe.prog[i].op] += event_elapsed_ms(t->mark[i], t->mark[i + 1]);
     s->load_ms = ms[OP_LOAD];
     s->forward_ms = ms[OP_FWD];
