@@ -12,43 +12,9 @@ export LC_ALL=C.UTF-8 OMP_NUM_THREADS=1 # tiny models: threads only wait for eac
 unset DEEPSPEED_TIMEOUT WORLD_SIZE RANK LOCAL_RANK
 sanitized=$(grep -aqF __asan_init -- "$binary" && echo yes) # the sanitizer has its own demands on memory
 
-base=$(mktemp -d "${TMPDIR:-/tmp}/test_cli.XXXXXX")
-trap 'cd / && chmod -R u+rwX -- "$base" 2>/dev/null; rm -rf -- "$base"' EXIT
-started=() # processes of the row that is running, ended with it
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The frame
-
-passed=0 failed=0 skipped=0
-compared=0 problem='' skip_reason=''
 want=("$@")
+source "$root/tests/shell_rows.sh"
 
-fail() { [ -z "$problem" ] && problem=$1; return 0; }
-skip() { skip_reason=$1; }
-# expect DESCRIPTION COMMAND...: the command must succeed
-expect() {
-    local what=$1
-    shift
-    compared=$((compared + 1))
-    "$@" >/dev/null 2>&1 || fail "$what"
-}
-equal() { # WHAT GOT WANT
-    compared=$((compared + 1))
-    [ "$2" = "$3" ] || fail "$1 is '${2:0:200}', expected '$3'"
-}
-# The last run's standard error holds this (a fixed text).
-says() {
-    compared=$((compared + 1))
-    grep -aqF -- "$1" err || fail "standard error lacks '$1'; it is: $(head -c 400 err)"
-}
-says_not() {
-    compared=$((compared + 1))
-    ! grep -aqF -- "$1" err || fail "standard error holds '$1': $(head -c 400 err)"
-}
-prints() {
-    compared=$((compared + 1))
-    grep -aqF -- "$1" out || fail "standard output lacks '$1'; it ends: $(tail -c 300 out)"
-}
 # Runs the binary with a deadline; standard output and error go to files, the exit code to $code.
 run() {
     timeout --kill-after=5 60 "$binary" "$@" >out 2>err </dev/null
@@ -72,52 +38,6 @@ refuses() {
     compared=$((compared + 1))
     [ -s err ] || fail "no message"
     expect "no output folder is made by a refusal" test ! -e out_dir
-}
-# Losses and norms of a log, exactly as written, an update a line; of an update that was run twice, the later record.
-curve() {
-    python3 - "$1" <<'PY'
-import json, sys
-steps = {}
-for line in open(sys.argv[1]):
-    record = json.loads(line)
-    if "loss" in record: steps[record["step"]] = (record["loss"], record["grad_norm"], record["lr"])
-for step in sorted(steps): print(step, *(repr(x) for x in steps[step]))
-PY
-}
-# Waits until the log has so many update records, or the process is gone.
-wait_for_steps() { # LOG COUNT PID
-    local i
-    for ((i = 0; i < 1500; i++)); do
-        [ "$(grep -ac '"grad_norm"' "$1" 2>/dev/null || true)" -ge "$2" ] 2>/dev/null && return 0
-        kill -0 "$3" 2>/dev/null || return 1
-        sleep 0.02
-    done
-    return 1
-}
-
-# A model that trains 12 updates in a moment; arguments are lines for the run section.
-write_config() {
-    cat >config.json <<JSON
-{
-    "train_batch_size": 4,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-    "gradient_clipping": 1.0,
-    "train_gpt": {
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 32, "vocab_size": 256},
-        "data": {"train": "train.txt"},
-        "run": {
-            "steps": 12,
-            "seq_len": 32,
-            "seed": 7,
-            "output_dir": "out_dir"
-        }
-    }
-}
-JSON
-}
-write_text() {
-    local i
-    for ((i = 0; i < 200; i++)); do echo "line $i: the cat sat on mat $((i * 7919 % 101)) and looked at bird $((i * 104729 % 89))."; done >train.txt
 }
 # A shard of 16-bit tokens in llm.c's format: NAME HEADER_COUNT TOKEN...
 write_shard() {
@@ -1013,24 +933,4 @@ row_sizes_that_overflow() {
     refuses 2 -c config.json model.n_head=3
 }
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-[ ${#want[@]} -gt 0 ] || mapfile -t want < <(sed -nE 's/^row_([a-z_0-9]+)\(\).*/\1/p' "$root/tests/test_cli.sh")
-for name in "${want[@]}"; do
-    if ! declare -F "row_$name" >/dev/null; then echo "error: no row $name" >&2; exit 2; fi
-    compared=0 problem='' skip_reason='' started=()
-    began=$(date +%s%N)
-    mkdir -- "$base/$name" && cd -- "$base/$name" || exit 1
-    write_config
-    write_text
-    "row_$name" 2>noise
-    for pid in "${started[@]}"; do kill -9 "$pid" 2>/dev/null && wait "$pid" 2>/dev/null; done
-    cd "$base" && chmod -R u+rwX -- "$name" && rm -rf -- "$name"
-    [ -z "$problem" ] && [ -z "$skip_reason" ] && [ "$compared" -eq 0 ] && problem="compared nothing"
-    elapsed=$(awk -v ns=$(($(date +%s%N) - began)) 'BEGIN { printf "%.1f", ns / 1e9 }')
-    if [ -n "$problem" ]; then failed=$((failed + 1)); echo "FAIL cli/$name: $compared checks, $elapsed s: $problem"
-    elif [ -n "$skip_reason" ]; then skipped=$((skipped + 1)); echo "skip cli/$name: $skip_reason"
-    else passed=$((passed + 1)); echo "ok   cli/$name: $compared checks, $elapsed s"; fi
-done
-echo "$passed passed, $failed failed, $skipped skipped"
-[ "$failed" -eq 0 ]
+run_rows cli "$root/tests/test_cli.sh"
