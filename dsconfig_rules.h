@@ -430,7 +430,7 @@ static void config_resolve_offload(ConfigReader *r, OffloadConfig *o, const char
         config_derive(r, pin_key, ORIGIN_DERIVED);
     }
     if (o->device != OFFLOAD_NVME) return;
-    char own[CONFIG_PATH_MAX];
+    char own[CONFIG_PATH_MAX] = {}; // no byte of the table is left to chance: texts are compared whole
     snprintf(own, sizeof own, "%.4000s/nvme", c->run.output_dir);
     o->nvme_derived = !o->nvme_path[0] || strcmp(o->nvme_path, own) == 0; // who names the folder that the run makes itself need not make it
     if (o->nvme_derived && o->nvme_path[0]) return;

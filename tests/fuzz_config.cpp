@@ -58,7 +58,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     check_messages(&first, json_utf8_fault((const char *)data, (int64_t)size) < 0);
     if (config_refusals(&first) == 0) {
         PROMISE(a->batch.train_batch_size == a->batch.train_micro_batch_size_per_gpu * a->batch.gradient_accumulation_steps * a->parallel.data);
-        PROMISE(a->parallel.data == world && a->batch.train_batch_size > 0);
+        PROMISE(a->parallel.data * a->parallel.tensor * a->parallel.pipeline * a->parallel.sequence == world && a->batch.train_batch_size > 0);
         PROMISE(a->model.init_from[0] || (a->model.n_layer > 0 && a->model.n_head > 0 && a->model.n_embd % a->model.n_head == 0 && a->run.seq_len > 0 && a->run.seq_len <= a->model.n_positions));
         PROMISE(isfinite(a->optimizer.lr) && a->optimizer.lr >= 0 && a->optimizer.betas[0] < 1 && isfinite(a->gradient_clipping) && a->fp16.loss_scale >= 0);
         Test t = {"fuzz", "round trip", 0, 0, 0, false, ""};
