@@ -817,7 +817,7 @@ trainer_ends() { # normally, over and over
 trainer_dies() { # and goes on where it was
     local i r n
     for i in $(seq $((long ? 30 : 4))); do
-        r=$((RANDOM % 3)) n=$((50 + RANDOM % 1000)) # a whole run has some 1,500
+        r=$((RANDOM % 3)) n=$((50 + RANDOM % 700)) # a whole run has some 800
         rm -rf run
         train "kill:$r:$n" || return
         [ -n "$problem" ] && return
