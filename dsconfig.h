@@ -150,6 +150,7 @@ typedef struct {
     int64_t eval_every, eval_batches, sample_every, sample_tokens; // 0 = never; eval_batches 0 = all
     char sample_prompt[CONFIG_PATH_MAX];
     int64_t checkpoint_every; // 0 = only at the end
+    bool checkpoint_at_end;
     int64_t replica_check_every; // 0 = never
     char resume[CONFIG_NAME_MAX]; // "auto", "none" or a tag
     bool deterministic;

@@ -433,6 +433,7 @@ static const ConfigKey config_keys[] = {
     USE("train_gpt.run.sample_tokens", KEY_INT, run.sample_tokens, "128", "0..", 0, "tokens in one of them"),
     USE("train_gpt.run.sample_prompt", KEY_TEXT, run.sample_prompt, "", "", 0, "what they begin with"),
     USE("train_gpt.run.checkpoint_every", KEY_INT, run.checkpoint_every, "0", "0..", 0, "updates between checkpoints; 0 = only at the end"),
+    USE("train_gpt.run.checkpoint_at_end", KEY_BOOL, run.checkpoint_at_end, "true", "", 0, "a checkpoint when all updates are done; false for measurements (a signal to stop saves all the same)"),
     USE("train_gpt.run.replica_check_every", KEY_INT, run.replica_check_every, "0", "0..", 0, "updates between comparisons of the ranks' copies of the weights; 0 = never"),
     USE("train_gpt.run.resume", KEY_TEXT, run.resume, "auto", "", WORD_AUTO, "auto (the newest checkpoint, if there is one), none, or a tag"),
     USE("train_gpt.run.deterministic", KEY_BOOL, run.deterministic, "true", "", 0, "equal runs give equal bits; false lets attention's backward on a GPU add in any order, faster (docs/attention.md)"),

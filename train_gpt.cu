@@ -249,7 +249,7 @@ static void train(Trainer *t) {
     bool stopped = t->stop && t->step < run->steps; // a signal during the last update stops nothing
     if (stopped && t->grid.rank == 0) printf("signal %s: update %" PRId64 " is finished, saving\n", stop_signal ? strsignal(stop_signal) : "to another rank", t->step);
     if (!stopped && t->has_val && run->eval_every > 0) evaluate_and_log(t);
-    if (saved_at != t->step) save(t, true);
+    if (saved_at != t->step && (stopped || run->checkpoint_at_end)) save(t, true);
     save_finish(t); // or the one of this step, in the background
     tell_memory(t);
     if (t->grid.rank > 0) return;

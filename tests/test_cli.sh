@@ -516,7 +516,7 @@ row_reader_goes_away() {
     expect "log" grep -q '"done"' out_dir/log.jsonl
 }
 
-# The signal, the update at hand, a save, exit code 0; then the rest of the run, equal bit for bit to a run never stopped.
+# The signal, the update at hand, a save (also in a run that shall leave none at its end), exit code 0; then the rest of the run, equal bit for bit to a run never stopped.
 row_sigterm_saves_and_resume_is_bitwise() {
     local pid signal
     run_expect 0 -c config.json run.steps=1500 run.output_dir=whole || return
@@ -526,7 +526,7 @@ row_sigterm_saves_and_resume_is_bitwise() {
         rm -rf out_dir
         # (started from a shell without job control, background processes ignore SIGINT unless told otherwise)
         python3 -c 'import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])' \
-            "$binary" -c config.json run.steps=1500 >out 2>err </dev/null &
+            "$binary" -c config.json run.steps=1500 run.checkpoint_at_end=false >out 2>err </dev/null &
         pid=$!
         started+=("$pid")
         wait_for_steps out_dir/log.jsonl 50 "$pid"
@@ -561,6 +561,10 @@ row_checkpoint_every() {
     equal "checkpoints (after 5, 10 and 12 updates)" "$(find out_dir/checkpoints -mindepth 1 -maxdepth 1 -type d | wc -l)" 3
     curve out_dir/log.jsonl >parts.curve
     expect "saving changes nothing" cmp whole.curve parts.curve
+    run_expect 0 -c config.json run.steps=12 run.checkpoint_at_end=false run.output_dir=measured || return
+    curve measured/log.jsonl >measured.curve
+    expect "nor does not saving" cmp whole.curve measured.curve
+    equal "checkpoints of a run that shall leave none" "$(find measured -name 'step-*' | wc -l)" 0
 }
 
 # kill -9 at any instant: the next start goes on from the newest whole checkpoint and ends on the same curve.
