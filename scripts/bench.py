@@ -8,8 +8,7 @@
   scripts/bench.py --parts only            the kernels alone
 
 The program trains on random tokens (the rate does not depend on them); a row is the median of the updates after the
-first four. A run ends with a checkpoint in the temporary folder (TMPDIR): 12 bytes a parameter, removed at once.
-Kernels run on random data larger than the cache; see tests/bench_kernels.cpp. The output is Markdown.
+first four. Kernels run on random data larger than the cache; see tests/bench_kernels.cpp. The output is Markdown.
 BUILD names the build folder (build/cuda), which is built first unless BENCH_BUILT=1.
 """
 import argparse
@@ -41,12 +40,12 @@ def run(command, **more):
     return done.stdout
 
 
-def write_tokens(path, n):
+def write_tokens(path, n, vocab_size=50257):
     """Random tokens in the format of data.train: a header of 256 int32, then uint16."""
     source = random.Random(1)
     header = array.array("i", [0] * 256)
     header[0], header[1], header[2] = 20240520, 1, n
-    tokens = array.array("H", (source.randrange(50257) for _ in range(n)))
+    tokens = array.array("H", (source.randrange(vocab_size) for _ in range(n)))
     if sys.byteorder == "big":
         header.byteswap()
         tokens.byteswap()
@@ -62,7 +61,7 @@ def measure_program(build, folder, model, micro, updates, settings):
         json.dump({"train_batch_size": micro, "train_micro_batch_size_per_gpu": micro, "gradient_clipping": 1.0, "bf16": {"enabled": True},
                    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
                    "train_gpt": {"model": {"preset": "gpt2-" + model}, "data": {"train": os.path.join(folder, "tokens.bin")},
-                                 "run": {"steps": updates, "seq_len": 1024, "output_dir": out, "eval_every": 0, "resume": "none"}}}, file)
+                                 "run": {"steps": updates, "seq_len": 1024, "output_dir": out, "eval_every": 0, "resume": "none", "checkpoint_at_end": False}}}, file)
     run([os.path.join(build, "train_gpt"), "-c", config, *settings], cwd=ROOT)
     with open(os.path.join(out, "log.jsonl"), encoding="utf-8") as file:
         records = [r for r in map(json.loads, file) if "step" in r][WARM_UP:]
@@ -112,4 +111,5 @@ def main():
             print("\n".join("    " + line for line in run([os.path.join(build, "bench_kernels"), *sizes]).splitlines()), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -930,6 +930,21 @@ PY
     says "libother.so is linked, and scripts/sbom.py does not know it"
 }
 
+# The benchmark of several GPUs goes through, at toy size; what it prints are rates of nothing.
+row_bench_ranks() {
+    if [ -n "$sanitized" ]; then skip "a benchmark"; return; fi
+    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 BENCH_BUILT=1
+    BUILD=$(dirname -- "$binary") timeout 200 "$root/scripts/bench_ranks.py" --small --backend cpu --updates 4 tensor sequence pipeline >out 2>err
+    equal "exit code" $? 0
+    equal "rows of one rank" "$(grep -cE '^\| one by itself \| [0-9.]+ \| [0-9,]+ \| [0-9.e-]+ \|  \|  \| [0-9.]+ \|$' out)" 3
+    equal "rows of two" "$(grep -cE '^\| (tensor 2|sequence 2) \| [0-9.]+ \| [0-9,]+ \| [0-9.e-]+ \| [0-9.]+ % \|  \| [0-9.]+ \|$' out)" 2
+    equal "rows of pipelines" "$(grep -cE '^\| [A-Za-z0-9-]+ \| .* % \| [0-9.]+ / -?[0-9.]+ % \| [0-9.]+ \|$' out)" 5
+    "$root/scripts/bench_ranks.py" --ranks 1 >out 2>err
+    equal "exit code for one rank" $? 2
+    says "give two or more"
+}
+
 row_sizes_that_overflow() {
     refuses 2 -c config.json model.n_embd=1099511627776
     refuses 2 -c config.json train_batch_size=4611686018427387904
