@@ -16,7 +16,7 @@ layers='
 4 zero.cu offload.cu acts.cu
 3 model.cu tensor_parallel.cu
 2 kernels/kernels.h kernels/kernel_list.h runtime/graphs.h runtime/comm.h runtime/groups.h runtime/agree.h runtime/star.h runtime/rendezvous.h runtime/shards.h runtime/dataloader.h runtime/metrics.h runtime/tokenizer.h runtime/safetensors.h
-1 dsconfig_keys.h dsconfig_rules.h dsconfig.h runtime/device.h runtime/aio.h runtime/memory.h runtime/host_memory.h runtime/device_cpu.h runtime/device_races.h runtime/durable.h runtime/watch.h runtime/flight.h runtime/watch_state.h runtime/watch_exit.h runtime/watch_peers.h runtime/watch_progress.h
+1 dsconfig_keys.h dsconfig_read.h dsconfig_rules.h dsconfig_command.h dsconfig.h runtime/device.h runtime/aio.h runtime/memory.h runtime/host_memory.h runtime/device_cpu.h runtime/device_races.h runtime/durable.h runtime/watch.h runtime/flight.h runtime/watch_state.h runtime/watch_exit.h runtime/watch_peers.h runtime/watch_progress.h
 0 runtime/utils.h runtime/thread.h runtime/tensor.h runtime/json.h runtime/grid.h runtime/crc32c.h runtime/unicode.h runtime/launch.h
 '
 # utils.h lies below everything
@@ -26,7 +26,7 @@ runtime/device_cpu.h>runtime/device.h runtime/device_races.h>runtime/device.h ru
 runtime/watch_state.h>runtime/watch.h runtime/watch_state.h>runtime/flight.h runtime/watch_exit.h>runtime/watch_state.h
 runtime/watch_peers.h>runtime/watch_exit.h runtime/watch_progress.h>runtime/watch_state.h
 runtime/star.h>runtime/comm.h runtime/agree.h>runtime/comm.h runtime/groups.h>runtime/comm.h runtime/rendezvous.h>runtime/star.h runtime/dataloader.h>runtime/shards.h
-dsconfig.h>dsconfig_keys.h dsconfig.h>dsconfig_rules.h checkpoint.cu>checkpoint_format.cu
+dsconfig.h>dsconfig_keys.h dsconfig.h>dsconfig_read.h dsconfig.h>dsconfig_rules.h dsconfig.h>dsconfig_command.h checkpoint.cu>checkpoint_format.cu
 zero.cu>offload.cu planner.cu>huggingface.cu plan_time.cu>planner.cu plan_report.cu>plan_time.cu evaluate.cu>trainer.cu model.cu>tensor_parallel.cu
 '
 
