@@ -27,7 +27,7 @@ package_of() {
         liburing) echo liburing-dev ;;
         ip) echo iproute2 ;;
         mpicc) echo libopenmpi-dev openmpi-bin ;;
-        ps) echo procps ;;
+        ps | pgrep) echo procps ;;
         unshare | setpriv) echo util-linux ;;
         *) echo "$1" ;;
     esac

@@ -626,6 +626,76 @@ row_background_saves() {
     equal "unfinished files left behind" "$(find out_dir -name '.*' -mindepth 1 -not -name '.lock' | wc -l)" 0
 }
 
+# No host memory left for the copy: said at the start, and saves are as right as if nobody had asked for the background. The kernel's
+# word on memory is covered by one that leaves 64 KiB.
+row_background_saves_without_memory() {
+    unshare -m true 2>/dev/null || { skip "no mount namespaces here"; return; }
+    run_expect 0 -c config.json run.checkpoint_every=5 run.output_dir=whole || return
+    sed -E 's/^(MemAvailable: +)[0-9]+/\164/' /proc/meminfo >meminfo
+    equal "what the kernel is made to say" "$(sed -nE 's/^MemAvailable: +//p' meminfo)" "64 kB"
+    unshare -m bash -c 'mount --bind meminfo /proc/meminfo && exec "$0" "$@"' "$binary" -c config.json run.checkpoint_every=5 checkpoint.writer.decoupled=true >out 2>err </dev/null
+    equal "exit code" $? 0
+    says "checkpoint.writer.decoupled = true: the copies that it writes from take 0.00 GiB of host memory a rank"
+    says "training waits for its checkpoints instead"
+    expect "no save is made in the background" bash -c '! grep -q "of which training waited" out'
+    equal "durable saves" "$(grep -c '"event":"checkpoint","at_step":[0-9]*,"durable":true' out_dir/log.jsonl)" 3
+    expect "the same checkpoints" diff -r -x .lock whole/checkpoints out_dir/checkpoints
+    equal "the curve" "$(curve out_dir/log.jsonl)" "$(curve whole/log.jsonl)"
+    run_expect 0 -c config.json run.checkpoint_every=5 checkpoint.writer.decoupled=true run.output_dir=roomy || return # and here there is
+    says_not "training waits for its checkpoints"
+    prints "of which training waited"
+}
+
+# Stopped right before, at and behind an epoch's end, then killed three times, each time more than an epoch farther: every update has read what
+# that of an undisturbed run has. 66 samples in an order of their own each epoch, 4 an update: every other epoch ends inside an update.
+row_resume_over_the_ends_of_epochs() {
+    local ranks=(1) n pid stop before i as=()
+    if [ -z "$sanitized" ] && command -v mpirun >/dev/null && [[ $(ldd "$binary") == *libmpi* ]]; then ranks=(1 2); fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    head -c 2120 train.txt >short.txt
+    for n in "${ranks[@]}"; do
+        [ "$n" -eq 1 ] || as=(mpirun -n "$n")
+        as+=("$binary" -c config.json data.train=short.txt data.shuffle=true zero_optimization.stage=$((n - 1)))
+        timeout --kill-after=5 120 "${as[@]}" run.steps=400 run.output_dir="whole_$n" >out 2>err </dev/null
+        equal "exit code of the undisturbed run, $n ranks" $? 0
+        prints "66 samples an epoch"
+        curve "whole_$n/log.jsonl" >whole.curve
+        for stop in 16 33 50; do
+            timeout --kill-after=5 120 "${as[@]}" run.steps=$stop >out 2>err </dev/null
+            equal "exit code of the part that ends at $stop, $n ranks" $? 0
+        done
+        prints "resumed from step-00000033"
+        for ((i = 0; i < 3; i++)); do
+            before=$(grep -c '"grad_norm"' out_dir/log.jsonl)
+            setsid "${as[@]}" run.steps=400 run.checkpoint_every=7 >out 2>err </dev/null &
+            pid=$!
+            started+=("$pid")
+            wait_for_steps out_dir/log.jsonl $((before + 40)) "$pid"
+            kill_session "$pid"
+            expect "killed before the end" test "$(curve out_dir/log.jsonl | tail -n 1 | cut -d ' ' -f 1)" -lt 399
+            prints "resumed from step-"
+        done
+        timeout --kill-after=5 120 "${as[@]}" run.steps=400 run.checkpoint_every=7 >out 2>err </dev/null
+        equal "exit code of the last part, $n ranks" $? 0
+        curve out_dir/log.jsonl >parts.curve
+        equal "updates" "$(wc -l <parts.curve)" 400
+        expect "curve of $n ranks after six resumes: $(diff whole.curve parts.curve | head -n 3)" cmp whole.curve parts.curve
+        expect "weights of $n ranks after six resumes" same_weights "whole_$n" out_dir
+        rm -rf out_dir
+        as=()
+    done
+}
+# kill -9 of a launcher that leads a session, and of all its ranks; returns when they are gone.
+kill_session() {
+    local i
+    for ((i = 0; i < 200; i++)); do
+        # shellcheck disable=SC2046
+        kill -9 $(pgrep -s "$1") 2>/dev/null || break
+        sleep 0.02
+    done
+    wait "$1" 2>/dev/null
+}
+
 row_second_signal_leaves_at_once() {
     "$binary" -c config.json run.steps=100000 model.n_embd=256 >out 2>err </dev/null &
     local pid=$! start
