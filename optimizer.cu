@@ -233,6 +233,7 @@ enum {
     SUM_LOSS,                     // over the tokens of the update
     SUM_STOP, SUM_SAVE,           // ranks that were asked to stop, or to save: all agree on the same update
     SUM_WRITTEN,                  // ranks that have done their part of the save that is on its way
+    SUM_BUSY,                     // milliseconds that the ranks computed in the update before: see StepStats.bubble
     SUM_HASH, SUM_HASH_SQUARES,   // of the ranks' states: do all hold the same? (agree.h)
     SUM_COUNT,
 };
@@ -246,12 +247,14 @@ typedef struct {
     bool skipped;
     bool stop, save;    // some rank was asked to
     bool written;       // all ranks have done their part of a save in the background
+    double busy_ms;     // that the ranks computed in the update before, all together
 } OptimizerStats;
 
 // What a rank tells the others along with its sums.
 typedef struct {
     bool stop, save;    // it was asked to
     bool written;       // see SUM_WRITTEN
+    double busy_ms;     // see SUM_BUSY
 } RankWishes;
 
 // What optimizer_init allocates in the backend's memory; the states of the rule are zero's.
@@ -293,6 +296,7 @@ static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, Rank
     o->host_sums[SUM_STOP] = wishes.stop;
     o->host_sums[SUM_SAVE] = wishes.save;
     o->host_sums[SUM_WRITTEN] = wishes.written;
+    o->host_sums[SUM_BUSY] = wishes.busy_ms;
     o->host_sums[SUM_HASH] = agree_hash(state);
     o->host_sums[SUM_HASH_SQUARES] = o->host_sums[SUM_HASH] * o->host_sums[SUM_HASH];
     device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], (SUM_COUNT - SUM_STOP) * sizeof(double), COPY_TO_DEVICE, z->stream);
@@ -405,6 +409,7 @@ static OptimizerStats optimizer_step(Optimizer *o, Zero *z, int64_t n_tokens, co
     s.stop = o->host_sums[SUM_STOP] > 0;
     s.save = o->host_sums[SUM_SAVE] > 0;
     s.written = o->host_sums[SUM_WRITTEN] == (double)g.size;
+    s.busy_ms = o->host_sums[SUM_BUSY];
     s.loss_scale = o->scaler.scale;
     s.lr = a.lr;
     s.grad_norm = o->host_control->grad_norm;

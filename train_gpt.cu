@@ -142,10 +142,9 @@ static void execute(Trainer *t, Instr in, ForwardMode mode) {
 // One update
 
 // Where the time of the update that was just enqueued went: with wall_clock_breakdown, for which the host waits for its end; with several
-// stages how much of it was waiting for others.
+// stages how much of it was computing, of which the next update makes a bubble.
 static void measure_phases(Trainer *t, StepStats *s) {
     double ms[OP_COUNT] = {0};
-    s->bubble = -1;
     s->has_phases = t->cfg->wall_clock_breakdown;
     if (!s->has_phases && t->pipe.n_stages == 1) return;
     if (s->has_phases) event_sync(t->mark[t->pipe.n + 1]); // what comes before the update is done: the host has read its sums
@@ -154,7 +153,8 @@ static void measure_phases(Trainer *t, StepStats *s) {
     s->forward_ms = ms[OP_FWD];
     s->backward_ms = ms[OP_BWD] + ms[OP_WGRAD];
     s->wait_ms = ms[OP_RECV_F] + ms[OP_RECV_B];
-    if (t->pipe.n_stages > 1) s->bubble = s->wait_ms / event_elapsed_ms(t->mark[0], t->mark[t->pipe.n]);
+    t->busy_ms = s->load_ms + s->forward_ms + s->backward_ms;
+    t->pipeline_ms = event_elapsed_ms(t->mark[0], t->mark[t->pipe.n]);
     if (s->has_phases) s->update_ms = event_elapsed_ms(t->mark[t->pipe.n], t->mark[t->pipe.n + 1]);
 }
 
@@ -178,7 +178,7 @@ static StepStats train_step(Trainer *t) {
     zero_finish_grads(&t->zero);
     if (due(t->step, t->cfg->run.replica_check_every)) replicas_check(&t->replicas, &t->zero, t->step);
     RankState state = trainer_rank_state(t);
-    RankWishes wishes = {stop_signal != 0, save_signal != 0, t->store && checkpoint_ready(t->store)};
+    RankWishes wishes = {stop_signal != 0, save_signal != 0, t->store && checkpoint_ready(t->store), t->busy_ms};
     OptimizerStats o = optimizer_step(&t->opt, &t->zero, n_tokens, &state, wishes);
     event_record(t->mark[t->pipe.n + 1], t->stream);
 
@@ -199,6 +199,8 @@ static StepStats train_step(Trainer *t) {
     s.tokens = t->tokens;
     s.step_tokens = n_tokens;
     s.data_wait_ms = 1e3 * (t->train.wait_seconds - waited);
+    // The first stage is the first to begin and the last to end; what the stages computed meanwhile they have told each other just now.
+    s.bubble = t->pipe.n_stages > 1 && t->pipeline_ms > 0 ? 1 - o.busy_ms / t->grid.world / t->pipeline_ms : -1;
     measure_phases(t, &s);
     s.step_ms = 1e3 * (clock_seconds() - start);
     return s;

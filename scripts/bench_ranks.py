@@ -65,7 +65,7 @@ def measure(binary, folder, ranks, settings, updates):
     record["ideal"] = ideal and float(ideal[1])
     record["memory"] = memory[1] if memory else "unknown"
     if record["ideal"] is not None:
-        record["bubble"] = statistics.median(r["bubble"] for r in records)
+        record["bubble"] = statistics.median(r["bubble"] for r in records if "bubble" in r)
     return record
 
 

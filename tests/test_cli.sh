@@ -111,7 +111,7 @@ row_pipeline() {
 import json
 log = [json.loads(line) for line in open("out_dir/log.jsonl")]
 steps = [r for r in log if "step" in r]
-assert len(steps) == 6 and all(0 < r["bubble"] < 1 and r["wait_ms"] > 0 for r in steps), steps
+assert len(steps) == 6 and all(r["wait_ms"] > 0 for r in steps) and "bubble" not in steps[0] and all(0 < r["bubble"] < 1 for r in steps[1:]), steps
 assert not any("bubble" in json.loads(line) for line in open("kept/log.jsonl"))
 losses = [[r["val_loss"] for r in map(json.loads, open(f"{d}/log.jsonl")) if r.get("event") == "eval"] for d in ("out_dir", "kept")]
 assert losses[0] == losses[1][:len(losses[0])] and len(losses[0]) == 3, losses

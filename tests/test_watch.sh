@@ -949,11 +949,11 @@ trainer_second_run() { # on the same folder: refused, and the recorders of the f
     equal "exit code of the first run ($(head -c 300 run/first_err))" $first 0
 }
 
-disagreement() { # one rank is told a loss (the second of an update's SUM_COUNT = 7 sums) that differs in its last bits: named, and nothing is saved
+disagreement() { # one rank is told a loss (the second of an update's SUM_COUNT = 8 sums) that differs in its last bits: named, and nothing is saved
     local every at newest
     for every in 0 1; do # found by the next update's sums; before a save
         rm -rf run
-        train flip:1:300:56:9 run.checkpoint_every=$every || return
+        train flip:1:300:64:9 run.checkpoint_every=$every || return
         mpi_code run 76
         lines run 1
         says run "the ranks no longer hold the same: loss of the update before is"

@@ -5,7 +5,7 @@
 // Actions: kill, stop, loop, exit, segv, abort, and
 //     sleep:2:300:5      5 ms (else 50) at every collective from there on: a slow rank
 //     term:2:0           SIGTERM to rank 2 by itself, before MPI is initialised
-//     flip:2:300:56:8    in the first gather from there on with pieces of 56 bytes (0: of more than 256) that reaches byte 8, the lowest bit of
+//     flip:2:300:64:8    in the first gather from there on with pieces of 64 bytes (0: of more than 256) that reaches byte 8, the lowest bit of
 //                        that byte of what rank 2 receives is flipped
 // The program needs no hook: MPI's profiling interface lets a library stand before any MPI function and call the real one.
 #define _GNU_SOURCE
