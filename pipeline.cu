@@ -4,9 +4,11 @@
 // forward through all chunks and backward through all again, so stages wait for each other when it begins and when it ends: the
 // bubble. Schedules differ in what a stage does first when it could do several things, and so in bubble and memory.
 //
-//     1F1B, two stages, three micro-batches; F forward, B backward of activations, w gradients of weights, each with its micro-batch
-//     stage 0   F0 F1 .. .. B0 w0 F2 B1 w1 .. .. B2 w2
-//     stage 1   .. F0 B0 w0 F1 B1 w1 F2 B2 w2 ..
+//     1F1B, two stages, three micro-batches; F forward, B backward of activations, w gradients of weights (--plan draws any schedule so)
+//     stage 0        FF..BwFBw.Bw
+//       micro-batch  01  00211 22
+//     stage 1        .FBwFBwFBw..
+//       micro-batch   000111222
 //
 //     schedule      chunks   bubble (F = B = w = 1)   micro-batches kept      what a stage does
 //     GPipe            1     3 (p-1)                  n, all                  everything forward, then everything backward
@@ -278,6 +280,7 @@ static void pipeline_free(Pipeline *p) {
 // What a chunk, counted over the model, takes for one micro-batch, in any unit of time.
 typedef struct {
     double forward, backward, weights; // backward: of what goes on to the chunk before
+    double message;                    // to the next chunk, and of the gradient from there, where that lies on another stage
 } ChunkCost;
 
 typedef struct {
@@ -293,7 +296,7 @@ static const ChannelMap pipeline_channels = {{-1, 0, -1, 1, 2, -1, 3, -1}, {-1, 
 
 typedef struct {
     Instr in;
-    double time;                      // when the host has enqueued it
+    double time;                      // when it may begin: what is sent has been computed, what is received has room
 } QueuedMove;
 
 // One stage while the programs run.
@@ -303,9 +306,12 @@ typedef struct {
     double clock, busy;               // its computation is free from now on; and was busy
     QueuedMove *queue[PIPELINE_CHANNELS];
     int enqueued[PIPELINE_CHANNELS], moved[PIPELINE_CHANNELS];
+    double idle_from[PIPELINE_CHANNELS]; // the channel has moved what it was given
     unsigned *issued, *done;          // [chunk * n_micro_batches + mb]: bits 1 << op
     double *arrived[2];               // likewise: when the input, and the gradient of the output, came
     int *owner;                       // [chunk * n_micro_batches + slot]: 1 + the micro-batch that has it
+    double *through, *left;           // likewise: when its last user was through, and all that this sent had left
+    double *start;                    // by instruction: when it begins; null if nobody asks
 } StageRun;
 
 PRINTF_LIKE(3, 4) static bool run_wrong(PipelineReport *r, const StageRun *s, const char *format, ...) {
@@ -380,22 +386,25 @@ static bool run_step(StageRun *s, const ChunkCost *cost, const ChannelMap channe
     if ((in.op == OP_LOAD || in.op == OP_RECV_F || in.op == OP_FWD) && !run_take_slot(s, in, r)) return false;
     s->issued[i] |= 1u << in.op;
     s->at++;
-    int at = channel[in.peer < p->stage][in.op];
-    if (at >= 0) {
-        s->queue[at][s->enqueued[at]++] = {in, s->clock};
+    int at = channel[in.peer < p->stage][in.op], slot = in.chunk * p->n_micro_batches + in.mb % p->n_slots[in.chunk];
+    if (at >= 0) { // the room for a gradient is there since the forward pass
+        s->queue[at][s->enqueued[at]++] = {in, in.op == OP_RECV_F ? s->through[slot] : in.op == OP_RECV_B ? 0 : s->clock};
         return true;
     }
     const ChunkCost *c = &cost[whole];
     double takes = in.op == OP_FWD ? c->forward : in.op == OP_BWD ? c->backward + (p->split_w ? 0 : c->weights) : in.op == OP_WGRAD ? c->weights : 0;
-    double ready = in.op == OP_FWD ? s->arrived[0][i] : in.op == OP_BWD ? s->arrived[1][i] : 0;
-    s->clock = fmax(s->clock, ready) + takes;
+    double ready = in.op == OP_FWD ? fmax(s->arrived[0][i], s->left[slot]) : in.op == OP_BWD ? s->arrived[1][i] : 0;
+    s->clock = fmax(s->clock, ready);
+    if (s->start) s->start[s->at - 1] = s->clock;
+    s->clock += takes;
     s->busy += takes;
+    if (in.op == pipeline_last_op(p)) s->through[slot] = s->clock;
     s->done[i] |= 1u << in.op;
     return true;
 }
 
 // Moves what is first on a channel of sends and, on the other side, first on its channel of receives. False: nothing, or it is wrong.
-static bool run_move(StageRun *all, StageRun *from, Op send, bool back, const ChannelMap channel, PipelineReport *r) {
+static bool run_move(StageRun *all, StageRun *from, Op send, bool back, const ChunkCost *cost, const ChannelMap channel, PipelineReport *r) {
     Op receive = send == OP_SEND_F ? OP_RECV_F : OP_RECV_B;
     int out = channel[back][send];
     if (from->moved[out] == from->enqueued[out]) return false;
@@ -406,17 +415,21 @@ static bool run_move(StageRun *all, StageRun *from, Op send, bool back, const Ch
     if (to->moved[in] == to->enqueued[in]) return false;
     QueuedMove b = to->queue[in][to->moved[in]];
     if (b.in.op != receive || b.in.peer != from->p->stage) return false;
-    int next = pipeline_whole(from->p, from->p->stage, a.in.chunk) + (send == OP_SEND_F ? 1 : -1), n = from->p->n_micro_batches;
+    int whole = pipeline_whole(from->p, from->p->stage, a.in.chunk), next = whole + (send == OP_SEND_F ? 1 : -1), n = from->p->n_micro_batches;
     if (a.in.mb != b.in.mb || next != pipeline_whole(to->p, to->p->stage, b.in.chunk)) {
         snprintf(r->wrong, sizeof r->wrong, "stage %d sends micro-batch %d of chunk %d (%s), stage %d expects micro-batch %d for its chunk %d", from->p->stage, a.in.mb, a.in.chunk,
                  op_names[send], to->p->stage, b.in.mb, b.in.chunk);
         return false;
     }
+    double *left = &from->left[a.in.chunk * n + a.in.mb % from->p->n_slots[a.in.chunk]];
+    double end = fmax(fmax(a.time, b.time), fmax(from->idle_from[out], to->idle_from[in])) + cost[min_i64(whole, next)].message;
+    from->idle_from[out] = to->idle_from[in] = end;
+    *left = fmax(*left, end);
     from->moved[out]++;
     to->moved[in]++;
     from->done[a.in.chunk * n + a.in.mb] |= 1u << send;
     to->done[b.in.chunk * n + b.in.mb] |= 1u << receive;
-    to->arrived[send == OP_SEND_B][b.in.chunk * n + b.in.mb] = fmax(a.time, b.time);
+    to->arrived[send == OP_SEND_B][b.in.chunk * n + b.in.mb] = end;
     return true;
 }
 
@@ -435,15 +448,21 @@ static void run_end(const StageRun *s, PipelineReport *r) {
     }
 }
 
-static void run_begin(StageRun *s, const Pipeline *p) {
+static void run_begin(StageRun *s, const Pipeline *p, const ChannelMap channel) {
     size_t all = (size_t)p->n_chunks * (size_t)p->n_micro_batches;
     memset(s, 0, sizeof *s);
     s->p = p;
-    for (int c = 0; c < PIPELINE_CHANNELS; c++) s->queue[c] = (QueuedMove *)host_alloc(sizeof(QueuedMove) * (size_t)(p->n + 1));
+    for (int c = 0; c < PIPELINE_CHANNELS; c++) {
+        size_t ops = 0; // that take the channel, each once for a micro-batch of a chunk
+        for (int k = 0; k < 2 * OP_COUNT; k++) ops += channel[k / OP_COUNT][k % OP_COUNT] == c;
+        s->queue[c] = (QueuedMove *)host_alloc(sizeof(QueuedMove) * (ops * all + 1));
+    }
     s->issued = (unsigned *)host_alloc(sizeof(unsigned) * all);
     s->done = (unsigned *)host_alloc(sizeof(unsigned) * all);
     for (int k = 0; k < 2; k++) s->arrived[k] = (double *)host_alloc(sizeof(double) * all);
     s->owner = (int *)host_alloc(sizeof(int) * all);
+    s->through = (double *)host_alloc(sizeof(double) * all);
+    s->left = (double *)host_alloc(sizeof(double) * all);
 }
 
 static void run_free(StageRun *s) {
@@ -452,20 +471,24 @@ static void run_free(StageRun *s) {
     free(s->issued);
     free(s->done);
     free(s->owner);
+    free(s->through);
+    free(s->left);
 }
 
-// p: the programs of all stages. cost: by chunk of the model. channel: by Op, as pipeline_channels unless a test wants to see why.
-static PipelineReport pipeline_simulate(const Pipeline *p, const ChunkCost *cost, const ChannelMap channel) {
+// p: the programs of all stages. cost: by chunk of the model. channel: by Op, as pipeline_channels unless a test wants to see why. start: null, or for
+// each stage where the times go at which its instructions begin.
+static PipelineReport pipeline_run(const Pipeline *p, const ChunkCost *cost, const ChannelMap channel, double *const *start) {
     PipelineReport r;
     memset(&r, 0, sizeof r);
     int n = p->n_stages;
     StageRun *all = (StageRun *)host_alloc(sizeof(StageRun) * (size_t)n);
-    for (int s = 0; s < n; s++) run_begin(&all[s], &p[s]);
+    for (int s = 0; s < n; s++) run_begin(&all[s], &p[s], channel);
+    for (int s = 0; s < n && start; s++) all[s].start = start[s];
     for (bool moves = true; moves && !r.wrong[0];) {
         moves = false;
         for (int s = 0; s < n; s++) while (!r.wrong[0] && run_step(&all[s], cost, channel, &r)) moves = true;
         for (int s = 0; s < n; s++)
-            for (int k = 0; k < 4; k++) while (!r.wrong[0] && run_move(all, &all[s], k % 2 ? OP_SEND_B : OP_SEND_F, k / 2, channel, &r)) moves = true;
+            for (int k = 0; k < 4; k++) while (!r.wrong[0] && run_move(all, &all[s], k % 2 ? OP_SEND_B : OP_SEND_F, k / 2, cost, channel, &r)) moves = true;
     }
     for (int s = 0; s < n && !r.wrong[0]; s++) run_end(&all[s], &r);
     for (int s = 0; s < n; s++) {
@@ -476,6 +499,64 @@ static PipelineReport pipeline_simulate(const Pipeline *p, const ChunkCost *cost
     r.bubble = r.time > 0 ? 1 - r.bubble / r.time : 0;
     free(all);
     return r;
+}
+
+static PipelineReport pipeline_simulate(const Pipeline *p, const ChunkCost *cost, const ChannelMap channel) { return pipeline_run(p, cost, channel, NULL); }
+
+// ---------------------------------------------------------------------------------------------------------------
+// A drawing of it: a column is a unit of time, which each of F, B and w takes. To be freed.
+
+enum { DRAWING_STAGES = 8, DRAWING_DIGITS = 16, DRAWING_LABEL = 15 }; // a micro-batch is one digit, of sixteen; so is a chunk
+
+static char *pipeline_drawing(PipelineSchedule schedule, int n_stages, int n_chunks, int n_micro_batches) {
+    static const char *const label[] = {"stage %d", "  micro-batch", "  chunk"};
+    static const char digit[] = "0123456789abcdef";
+    Pipeline *all = (Pipeline *)host_alloc(sizeof(Pipeline) * (size_t)n_stages);
+    ChunkCost *cost = (ChunkCost *)host_alloc(sizeof(ChunkCost) * (size_t)(n_stages * n_chunks));
+    double *start[DRAWING_STAGES];
+    CHECK(n_stages <= DRAWING_STAGES && n_micro_batches <= DRAWING_DIGITS && n_chunks <= DRAWING_DIGITS, "%d stages of %d chunks, %d micro-batches", n_stages, n_chunks, n_micro_batches);
+    for (int c = 0; c < n_stages * n_chunks; c++) cost[c] = {1, 1, 1};
+    for (int s = 0; s < n_stages; s++) {
+        pipeline_make(&all[s], schedule, n_stages, n_chunks, s, n_micro_batches);
+        start[s] = (double *)host_alloc(sizeof(double) * (size_t)all[s].n);
+    }
+    PipelineReport r = pipeline_run(all, cost, pipeline_channels, start);
+    CHECK(!r.wrong[0], "%s", r.wrong);
+    const int rows = n_chunks > 1 ? 3 : 2, width = DRAWING_LABEL + (int)r.time + 1;
+    char *text = (char *)host_alloc((size_t)(n_stages * rows * width + 1));
+    for (int line = 0; line < n_stages * rows; line++) {
+        char *at = text + line * width;
+        memset(at, ' ', (size_t)width);
+        if (line % rows == 0) memset(at + DRAWING_LABEL, '.', (size_t)(width - 1 - DRAWING_LABEL));
+        at[snprintf(at, DRAWING_LABEL, label[line % rows], line / rows)] = ' ';
+    }
+    for (int s = 0; s < n_stages; s++)
+        for (int i = 0; i < all[s].n; i++) {
+            Instr in = all[s].prog[i];
+            if (in.op != OP_FWD && in.op != OP_BWD && in.op != OP_WGRAD) continue;
+            for (int part = 0; part <= (in.op == OP_BWD && !all[s].split_w); part++) {
+                char *cell = text + s * rows * width + DRAWING_LABEL + (int)lround(start[s][i]) + part;
+                cell[0] = in.op == OP_FWD ? 'F' : in.op == OP_BWD && part == 0 ? 'B' : 'w';
+                cell[width] = digit[in.mb];
+                if (rows > 2) cell[2 * width] = digit[in.chunk];
+            }
+        }
+    int end = 0; // blanks that end a line go
+    for (int line = 0; line < n_stages * rows; line++) {
+        int last = width - 2;
+        while (text[line * width + last] == ' ') last--;
+        memmove(text + end, text + line * width, (size_t)last + 1);
+        end += last + 1;
+        text[end++] = '\n';
+    }
+    text[end] = 0;
+    for (int s = 0; s < n_stages; s++) {
+        pipeline_free(&all[s]);
+        free(start[s]);
+    }
+    free(all);
+    free(cost);
+    return text;
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -104,6 +104,90 @@ static void test_two_stages(Test *t) {
     programs_free(&g);
 }
 
+// Messages that take time: GPipe waits for those of one micro-batch's way there and back. With 1F1B each micro-batch of two stages is waited for, since the last
+// stage has room for one.
+static void test_stage_messages(Test *t) {
+    for (int p = 2; p <= 6; p++)
+        for (int n = 1; n <= 12; n++)
+            for (int schedule = PIPELINE_1F1B; schedule <= PIPELINE_GPIPE; schedule++) {
+                if (schedule == PIPELINE_1F1B && p > 2) continue;
+                Programs g = programs_make((PipelineSchedule)schedule, p, 1, n);
+                const double message = 0.25;
+                for (int c = 0; c < p; c++) g.cost[c].message = message;
+                PipelineReport r = pipeline_simulate(g.stage, g.cost, pipeline_channels);
+                expect_true(t, !r.wrong[0], "%s: %s", programs_name(&g), r.wrong);
+                expect_near(t, programs_name(&g), r.time, 3 * (n + p - 1) + 2 * message * (schedule == PIPELINE_GPIPE ? p - 1 : 0.5 * (n + 1)), 1e-9);
+                programs_free(&g);
+            }
+    // Messages longer than what they are of: one after the other through the first link, and back.
+    Programs g = programs_make(PIPELINE_GPIPE, 2, 1, 8);
+    g.cost[0].message = 10;
+    PipelineReport r = pipeline_simulate(g.stage, g.cost, pipeline_channels);
+    expect_near(t, "time with long messages", r.time, 1 + 8 * 10 + 1 + 2 + 8 * 10 + 2, 1e-9);
+    programs_free(&g);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Drawings, read back
+
+// The column at which each F, B and w of the model's chunks and micro-batches is drawn.
+typedef struct {
+    int at[3][8 * DRAWING_DIGITS][DRAWING_DIGITS];
+    int columns, idle; // dots of all stages
+} Drawing;
+
+static int drawn_digit(char c) { return c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? 10 + c - 'a' : 16; }
+
+static void drawing_read(Test *t, const Programs *g, const char *text, Drawing *d) {
+    static const char kinds[] = "FBw";
+    const int rows = g->v > 1 ? 3 : 2;
+    const char *line[3] = {text};
+    memset(d, 0, sizeof *d);
+    for (int s = 0; s < g->p; s++) {
+        for (int k = 1; k < rows; k++) line[k] = strchr(line[k - 1], '\n') + 1;
+        d->columns = (int)(line[1] - line[0]) - 1 - DRAWING_LABEL;
+        for (int i = 0; i < d->columns; i++) {
+            const char *cell = line[0] + DRAWING_LABEL + i, *kind = strchr(kinds, *cell);
+            if (*cell == '.') d->idle++;
+            if (*cell == '.') continue;
+            const int mb = drawn_digit(cell[line[1] - line[0]]), chunk = rows > 2 ? drawn_digit(cell[line[2] - line[0]]) : 0;
+            expect_true(t, kind && mb < g->n && chunk < g->v, "%s: stage %d shows %c, %d and %d", programs_name(g), s, *cell, mb, chunk);
+            if (!kind || mb >= g->n || chunk >= g->v) return;
+            int *at = &d->at[kind - kinds][pipeline_whole(&g->stage[s], s, chunk)][mb];
+            expect_true(t, *at == 0, "%s: %c of micro-batch %d, chunk %d, is drawn twice", programs_name(g), *cell, mb, chunk);
+            *at = 1 + i;
+        }
+        line[0] = strchr(line[rows - 1], '\n') + 1;
+    }
+    expect_true(t, *line[0] == 0, "%s: text behind the drawing", programs_name(g));
+}
+
+// All there, none before what it needs, and as long as the formulas say.
+static void case_drawing(Test *t, Programs *g) {
+    if (g->p == 1) return;
+    char *text = pipeline_drawing(g->schedule, g->p, g->v, g->n);
+    Drawing d;
+    drawing_read(t, g, text, &d);
+    expect_near(t, programs_name(g), d.columns, g->v * (3 * g->n + bubble_formula(g)), 1e-9);
+    expect_equal_i64(t, programs_name(g), d.idle, g->p * (d.columns - 3 * g->n * g->v));
+    const int last = g->p * g->v - 1, whole_backward = g->stage[0].split_w ? 1 : 2; // what the stage before waits for
+    for (int c = 0; c <= last; c++)
+        for (int mb = 0; mb < g->n; mb++) {
+            const int f = d.at[0][c][mb], b = d.at[1][c][mb], w = d.at[2][c][mb];
+            expect_true(t, f > (c > 0 ? d.at[0][c - 1][mb] : 0), "%s: F of micro-batch %d, chunk %d", programs_name(g), mb, c);
+            expect_true(t, b > f && (c == last || b >= d.at[1][c + 1][mb] + whole_backward), "%s: B of micro-batch %d, chunk %d", programs_name(g), mb, c);
+            expect_true(t, g->stage[0].split_w ? w > b : w == b + 1, "%s: w of micro-batch %d, chunk %d", programs_name(g), mb, c);
+        }
+    free(text);
+}
+
+static void test_drawings(Test *t) {
+    programs_each(t, DRAWING_STAGES, DRAWING_DIGITS, case_drawing);
+    char *text = pipeline_drawing(PIPELINE_1F1B, 2, 1, 3);
+    expect_equal_text(t, "1F1B", text, "stage 0        FF..BwFBw.Bw\n  micro-batch  01  00211 22\nstage 1        .FBwFBwFBw..\n  micro-batch   000111222\n");
+    free(text);
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Memory
 
@@ -325,6 +409,6 @@ static void test_cut(Test *t) {
 }
 
 static const TestRow pipeline_tests[] = {
-    {"one stage", test_one_stage}, {"bubbles", test_bubbles}, {"two stages", test_two_stages}, {"slots", test_slots}, {"order", test_order}, {"places", test_places},
+    {"one stage", test_one_stage}, {"bubbles", test_bubbles}, {"two stages", test_two_stages}, {"messages", test_stage_messages}, {"drawings", test_drawings}, {"slots", test_slots}, {"order", test_order}, {"places", test_places},
     {"channels", test_channels}, {"deadlock", test_deadlock}, {"a slot that is being sent", test_slot_in_flight}, {"planted faults", test_planted}, {"cutting the model", test_cut}, {NULL, NULL},
 };
