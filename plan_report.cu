@@ -56,54 +56,25 @@ static void print_memory_row(const PlanTable *table, const Plan *p) {
     }
 }
 
-// What a stage's chunks save and cost together. *blocks, *segments: of all of them.
-static ActCost stage_act_cost(const ActLayout *layout, int n_chunks, int *blocks, int *segments) {
-    ActCost sum;
-    memset(&sum, 0, sizeof sum);
-    *blocks = *segments = 0;
-    for (int c = 0; c < n_chunks; c++) {
-        ActCost cost = acts_cost(&layout[c]);
-        sum.bytes += cost.bytes;
-        sum.saved_bytes += cost.saved_bytes;
-        sum.host_bytes += cost.host_bytes;
-        sum.traffic_bytes += cost.traffic_bytes;
-        sum.flops_share += cost.flops_share;
-        *blocks += acts_n_blocks(&layout[c]);
-        *segments += layout[c].n_segments;
-    }
-    return sum;
-}
-
 // The ladder of activation checkpointing: what each policy saves on the fullest stage, and what it costs a micro-batch there.
 static void print_ladder(const Plan *p, double unit) {
     MemoryUse use;
     const int stage = plan_fullest(p, &use, NULL);
-    Config *c = (Config *)host_alloc(sizeof *c);
-    Plan other = *p;
-    *c = *p->cfg;
-    other.cfg = c;
-    ActLayout *set = plan_stage_acts(p, stage);
-    int blocks, set_segments;
-    stage_act_cost(set, p->n_chunks, &blocks, &set_segments);
-    printf("activation checkpointing of a micro-batch of %" PRId64 "; recomputed operations as a share of the update's own, traffic once more in memory\n%22s %10s %10s %10s %10s %10s\n",
-           set->B, "policy", "activat.", "saved", "on host", "operations", "traffic");
+    const StageActs set = plan_stage_acts_under(p, stage, &p->cfg->activation_checkpointing);
+    char where[64] = "";
+    if (p->size.pp > 1) snprintf(where, sizeof where, " on stage %d, which needs most", stage);
+    printf("activation checkpointing of a micro-batch of %" PRId64 "%s; recomputed operations as a share of the update's own, traffic once more in memory\n%22s %10s %10s %10s %10s %10s\n",
+           p->cfg->batch.train_micro_batch_size_per_gpu, where, "policy", "activat.", "saved", "on host", "operations", "traffic");
     for (int policy = 0; policy <= RECOMPUTE_POLICIES; policy++) {
         char name[64];
-        int segments;
-        if (policy == RECOMPUTE_POLICIES && set_segments == blocks && !set->cpu_checkpointing) continue;
-        c->activation_checkpointing = p->cfg->activation_checkpointing;
-        if (policy < RECOMPUTE_POLICIES) c->activation_checkpointing = {}, c->activation_checkpointing.policy = (RecomputePolicy)policy;
-        ActLayout *l = plan_stage_acts(&other, stage);
-        ActCost cost = stage_act_cost(l, p->n_chunks, &blocks, &segments);
-        bool chosen = policy == RECOMPUTE_POLICIES || (l->policy == set->policy && segments == set_segments && l->cpu_checkpointing == set->cpu_checkpointing);
-        if (segments == blocks) snprintf(name, sizeof name, "%s", recompute_names[l->policy]);
-        else snprintf(name, sizeof name, "%s, %d segments", recompute_names[l->policy], segments);
-        printf("%22s %10.2f %10.2f %10.2f %8.1f %% %10.2f%s\n", name, (double)cost.bytes / unit, (double)cost.saved_bytes / unit, (double)cost.host_bytes / unit, 100 * cost.flops_share * p->size.pp,
-               (double)cost.traffic_bytes / unit, chosen ? "  <- this one" : "");
-        free(l);
+        if (policy == RECOMPUTE_POLICIES && set.segments == set.blocks && !set.cpu_checkpointing) continue;
+        const StageActs a = policy == RECOMPUTE_POLICIES ? set : plan_stage_policy(p, stage, (RecomputePolicy)policy);
+        bool chosen = a.policy == set.policy && a.segments == set.segments && a.cpu_checkpointing == set.cpu_checkpointing;
+        if (a.segments == a.blocks) snprintf(name, sizeof name, "%s", recompute_names[a.policy]);
+        else snprintf(name, sizeof name, "%s, %d segments", recompute_names[a.policy], a.segments);
+        printf("%22s %10.2f %10.2f %10.2f %8.1f %% %10.2f%s\n", name, (double)a.cost.bytes / unit, (double)a.cost.saved_bytes / unit, (double)a.cost.host_bytes / unit, 100 * a.cost.flops_share,
+               (double)a.cost.traffic_bytes / unit, chosen ? "  <- this one" : "");
     }
-    free(set);
-    free(c);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -139,18 +110,49 @@ static void print_moves(const Plan *plan, int n, double unit) {
     }
 }
 
+// What messages cost, by axis, of those that there are.
+static void print_messages(const Plan *plan, const PlanTime *time, int n) {
+    bool any[AXES] = {false}, some = false;
+    for (int i = 0; i < n; i++)
+        for (int a = 0; a < AXES; a++) some |= any[a] |= time[i].exposed[a] + time[i].hidden[a] > 0;
+    if (!some) return;
+    printf("ms of messages in it: those that the update is longer by, and those hidden behind its computation (of tensor and sequence parallelism none is counted as hidden)\n%7s", "");
+    for (int a = 0; a < AXES; a++) if (any[a]) printf(" %21s", axis_names[a]);
+    printf("\n%7s", "ranks");
+    for (int a = 0; a < AXES; a++) if (any[a]) printf(" %11s %9s", "exposed", "hidden");
+    putchar('\n');
+    for (int i = 0; i < n; i++) {
+        printf("%7" PRId64, plan[i].cfg->world);
+        for (int a = 0; a < AXES; a++) if (any[a]) printf(" %11.1f %9.1f", 1e3 * time[i].exposed[a], 1e3 * time[i].hidden[a]);
+        putchar('\n');
+    }
+}
+
+// What the stages do in an update, where it is small enough to be drawn: of more micro-batches as many as are.
+static void print_schedule(const Plan *p) {
+    const int stages = p->size.pp, most = DRAWING_DIGITS / stages * stages, n = (int)min_i64(p->cfg->batch.gradient_accumulation_steps, most);
+    if (stages == 1 || stages > DRAWING_STAGES || p->n_chunks > DRAWING_DIGITS) return;
+    char *text = pipeline_drawing(p->pipe[0].schedule, stages, p->n_chunks, n);
+    printf("%s with %d micro-batches, if F (forward), B (backward) and w (gradients of weights) take equally long; beneath each its micro-batch%s\n%s", pipeline_names[p->pipe[0].schedule], n,
+           p->n_chunks > 1 ? " and the stage's chunk" : "", text);
+    free(text);
+}
+
 static void print_times(const Plan *plan, int n) {
     if (plan[0].cfg->dtype == DTYPE_FP32) {
         printf("no time is estimated: the rates known are those of 16 bits; set bf16.enabled\n");
         return;
     }
-    printf("estimated, not measured, for H200 GPUs (docs/planner.md has the rates); ms of an update: where they go, on the rank that computes most\n%7s %11s %11s %9s %7s %7s %10s %9s %9s %9s %9s %9s\n", "ranks", "ms", "tokens/s", "TFLOP/s", "of peak",
-           "bubble", "computing", "tensor", "sequence", "data", "offload", "update");
+    printf("estimated, not measured, for H200 GPUs (docs/planner.md has the rates); ms of an update: where they go, on the rank that computes most\n%7s %11s %11s %9s %7s %7s %10s %9s %9s %9s\n", "ranks", "ms", "tokens/s", "TFLOP/s", "of peak",
+           "bubble", "computing", "messages", "offload", "update");
+    PlanTime *time = (PlanTime *)host_alloc(sizeof(PlanTime) * (size_t)n);
     for (int i = 0; i < n; i++) {
-        PlanTime t = plan_time(&plan[i]);
-        printf("%7" PRId64 " %11.1f %11.0f %9.0f %5.1f %% %5.1f %% %10.1f %9.1f %9.1f %9.1f %9.1f %9.1f\n", plan[i].cfg->world, 1e3 * t.step, t.tokens_per_second, t.tflops, 100 * t.share_of_peak, 100 * t.bubble,
-               1e3 * t.compute, 1e3 * t.tensor, 1e3 * t.sequence, 1e3 * t.data, 1e3 * t.offload, 1e3 * t.update);
+        PlanTime t = time[i] = plan_time(&plan[i]);
+        printf("%7" PRId64 " %11.1f %11.0f %9.0f %5.1f %% %5.1f %% %10.1f %9.1f %9.1f %9.1f\n", plan[i].cfg->world, 1e3 * t.step, t.tokens_per_second, t.tflops, 100 * t.share_of_peak, 100 * t.bubble,
+               1e3 * t.compute, 1e3 * total_exposed(&t), 1e3 * t.offload, 1e3 * t.update);
     }
+    print_messages(plan, time, n);
+    free(time);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ static void proposals_add(Proposals *all, const Proposal *p) {
 }
 
 // Stages, offload and policies in the degrees and the micro-batch of a plan, whose configuration c is.
-static void propose_within(const Plan *p, Config *c, const Config *given, double room, Proposals *all) {
+static void propose_within(Plan *p, Config *c, const Config *given, double room, Proposals *all) {
     const ZeroConfig *z = &given->zero;
     const bool alone = p->size.dp * p->size.sp == 1; // no stage shares anything
     const bool whole_sums = z->reduce_scatter && (z->prescale_gradients || z->gradient_predivide_factor != 1); // not from stage 2 on
@@ -212,6 +214,7 @@ static void propose_within(const Plan *p, Config *c, const Config *given, double
             if (!config_given(given, "zero_optimization.overlap_comm")) c->zero.overlap_comm = stage == 3;
             if (offload > 0 && !z->offload_optimizer.device) c->zero.offload_optimizer.device = OFFLOAD_CPU;
             if (offload == 2) c->zero.offload_param.device = OFFLOAD_CPU;
+            plan_shard(p);
             for (int policy = given->activation_checkpointing.policy; policy < RECOMPUTE_POLICIES; policy++) {
                 MemoryUse host, use;
                 c->activation_checkpointing.policy = (RecomputePolicy)policy;
@@ -219,8 +222,8 @@ static void propose_within(const Plan *p, Config *c, const Config *given, double
                 Proposal found = {choice_of(c), 0, (double)memory_total(&use), (double)memory_total(&host)};
                 if (found.bytes < all->least.bytes) all->least = found;
                 if (found.bytes > room) continue;
-                if (c->dtype != DTYPE_FP32) found.seconds = plan_time(p).step;
-                proposals_add(all, &found);
+                if (c->dtype != DTYPE_FP32) found.seconds = plan_time_below(p, all->n == PROPOSALS_MAX ? all->fits[PROPOSALS_MAX - 1].seconds : INFINITY).step;
+                if (found.seconds < INFINITY) proposals_add(all, &found);
             }
         }
     }
@@ -352,6 +355,7 @@ static int plan_print(Config *first) {
     if (follows) printf("* train_batch_size cannot be had with this micro-batch on so many ranks: micro-batch and accumulation are kept, and it follows\n");
     print_moves(plan, n, table.unit);
     print_times(plan, n);
+    print_schedule(&plan[0]);
     for (i = 0; i < n; i++)
         if (i == 0 || plan[i].cfg->batch.train_micro_batch_size_per_gpu != first->batch.train_micro_batch_size_per_gpu) print_ladder(&plan[i], table.unit);
     for (i = 0; i < n; i++) print_proposals(&plan[i], table.room, table.unit);

@@ -7,7 +7,7 @@
 //     a micro-batch in a chunk = products + attention + what kernels between them read and write
 //                                + messages of tensor and sequence parallelism, for which the computation waits
 //                                + gathers and sums of ZeRO, so far as they do not fit beside the computation
-//     an update                = the micro-batches in the pipeline, its bubble included
+//     an update                = the micro-batches in the pipeline, its bubble and the wait for its messages included
 //                                + the update of what the rank keeps, and what travels only before the first or after the last micro-batch
 //
 // Read next: plan_report.cu.
@@ -90,7 +90,7 @@ typedef struct {
 typedef struct {
     const Plan *plan;
     const Model *m;
-    ZeroLayout zero;
+    ZeroLayout zero;      // the plan's own
     ActLayout *acts;      // by chunk
     double rows;          // tokens of a micro-batch that a rank multiplies with weights
     double stream_bytes;  // of the residual stream of so many tokens
@@ -101,16 +101,13 @@ static StagePlan stage_plan_open(const Plan *p, int stage) {
     memset(&s, 0, sizeof s);
     s.plan = p;
     s.m = &p->model[stage];
-    s.zero = plan_stage_zero(p, stage);
+    s.zero = p->zero[stage];
     s.acts = plan_stage_acts(p, stage);
     s.rows = (double)(p->cfg->batch.train_micro_batch_size_per_gpu * p->cfg->run.seq_len) / p->size.sp;
     s.stream_bytes = s.rows * (double)(s.m->C * dtype_bytes(s.m->dtype));
     return s;
 }
-static void stage_plan_close(StagePlan *s) {
-    zero_layout_free(&s->zero);
-    free(s->acts);
-}
+static void stage_plan_close(StagePlan *s) { free(s->acts); }
 
 // Messages of tensor parallelism (tensor_parallel.cu), each as long as the residual stream of all rows. A block gathers its two norms' outputs and scatters the sums
 // of its two products by rows; backward is the mirror, and gathers the norms' outputs once more for the gradients of weights. What is recomputed
@@ -264,20 +261,33 @@ static PlanMoves plan_moves(const Plan *p, int stage) {
 // ---------------------------------------------------------------------------------------------------------------
 // Time
 
-// What a message costs that may travel beside `room` seconds of computation.
-static double exposed_seconds(const Config *cfg, double bytes, double seconds, double room) {
-    if (!cfg->zero.overlap_comm) return seconds;
-    return fmax(0, seconds - room) + HIDDEN_SECONDS * bytes * (seconds > 0 ? fmin(1, room / seconds) : 0);
-}
+// Axes of the grid along which messages travel.
+typedef enum { AXIS_TENSOR, AXIS_SEQUENCE, AXIS_DATA, AXIS_PIPELINE, AXES } Axis;
+static const char *const axis_names[AXES] = {"tensor", "sequence", "data", "pipeline"};
 
-// Seconds of an update, and whose they are: of the rank that has most of each.
+// Seconds of an update, and whose they are: of the rank that computes most. Of messages what the update is longer by, and what passes while it computes.
 typedef struct {
     double step;
-    double compute, tensor, sequence, data; // of all its micro-batches; data also what is left of it outside of them
+    double compute, exposed[AXES], hidden[AXES];
     double offload, update;
-    double bubble;                          // share of the pipeline's time
+    double bubble;                          // share of the pipeline's time, if messages between stages took none
     double tokens_per_second, tflops, share_of_peak; // of the job; of a GPU
 } PlanTime;
+
+// Messages of so many bytes and seconds, n times, that may travel beside `room` seconds of computation. Returns the seconds that each time takes.
+static double add_messages(PlanTime *t, const Config *cfg, Axis axis, double n, double bytes, double seconds, double room) {
+    const double hidden = cfg->zero.overlap_comm ? fmin(seconds, room) : 0;
+    const double exposed = seconds - hidden + (hidden > 0 ? HIDDEN_SECONDS * bytes * hidden / seconds : 0);
+    t->exposed[axis] += n * exposed;
+    t->hidden[axis] += n * hidden;
+    return exposed;
+}
+
+static double total_exposed(const PlanTime *t) {
+    double sum = 0;
+    for (int a = 0; a < AXES; a++) sum += t->exposed[a];
+    return sum;
+}
 
 // Seconds of a chunk, and what of them goes where, added to t for so many micro-batches.
 static ChunkCost chunk_seconds(const StagePlan *s, const ChunkWork *w, double n, PlanTime *t) {
@@ -286,17 +296,13 @@ static ChunkCost chunk_seconds(const StagePlan *s, const ChunkWork *w, double n,
     const double computes[2] = {w->compute.forward, w->compute.backward + w->compute.weights};
     double waits[2];
     for (int pass = 0; pass < 2; pass++) {
-        double sent = w->gathered[pass] + (pass ? w->reduced : 0), apart = w->tensor[pass] / tensor + w->sequence[pass] / sequence;
-        double data = exposed_seconds(p->cfg, sent, sent / zero, computes[pass]);
-        double host = fmax(0, fmax((w->fetched[pass] + w->stored) / RATE_HOST, w->read[pass] / RATE_DISK) - computes[pass]);
-        waits[pass] = apart + data + host;
+        const double sent = w->gathered[pass] + (pass ? w->reduced : 0), host = fmax(0, fmax((w->fetched[pass] + w->stored) / RATE_HOST, w->read[pass] / RATE_DISK) - computes[pass]);
+        waits[pass] = host + add_messages(t, p->cfg, AXIS_TENSOR, n, w->tensor[pass], w->tensor[pass] / tensor, 0) + add_messages(t, p->cfg, AXIS_SEQUENCE, n, w->sequence[pass], w->sequence[pass] / sequence, 0) +
+                      add_messages(t, p->cfg, AXIS_DATA, n, sent, sent / zero, computes[pass]);
         t->compute += n * computes[pass];
-        t->tensor += n * w->tensor[pass] / tensor;
-        t->sequence += n * w->sequence[pass] / sequence;
-        t->data += n * data;
         t->offload += n * host;
     }
-    return {w->compute.forward + waits[0], w->compute.backward + waits[1], w->compute.weights};
+    return {w->compute.forward + waits[0], w->compute.backward + waits[1], w->compute.weights, w->sent / link_rate(p->size.tp * p->size.sp * p->size.dp, p->size.pp)};
 }
 
 // The update itself, and what of communication has only the first forward or the last backward pass to hide behind.
@@ -310,8 +316,10 @@ static void stage_ends(const StagePlan *s, double forward, double backward, Plan
     memset(&m, 0, sizeof m);
     moves_once(&m, s);
     for (int u = 0; u < s->m->table.n_units; u++) *(s->zero.unit[u].update_on_host ? &on_host : &on_device) += (double)s->zero.unit[u].update_numel;
-    t->data += exposed_seconds(cfg, m.bytes[MOVE_GRADIENTS], m.bytes[MOVE_GRADIENTS] / zero, backward) + exposed_seconds(cfg, m.bytes[MOVE_WEIGHTS], m.bytes[MOVE_WEIGHTS] / zero, forward);
-    t->data += m.bytes[MOVE_TENSOR_GRADIENTS] / link_rate(1, p->size.tp) + m.bytes[MOVE_TIED] / link_rate(p->size.tp * s->zero.ranks, p->size.pp);
+    add_messages(t, cfg, AXIS_DATA, 1, m.bytes[MOVE_GRADIENTS], m.bytes[MOVE_GRADIENTS] / zero, backward);
+    add_messages(t, cfg, AXIS_DATA, 1, m.bytes[MOVE_WEIGHTS], m.bytes[MOVE_WEIGHTS] / zero, forward);
+    add_messages(t, cfg, AXIS_TENSOR, 1, m.bytes[MOVE_TENSOR_GRADIENTS], m.bytes[MOVE_TENSOR_GRADIENTS] / link_rate(1, p->size.tp), 0);
+    add_messages(t, cfg, AXIS_PIPELINE, 1, m.bytes[MOVE_TIED], m.bytes[MOVE_TIED] / link_rate(p->size.tp * s->zero.ranks, p->size.pp), 0);
     t->update += on_device * (2 * grad + 2 * element + 2 * master + 8 * s->zero.n_states) / RATE_UPDATE; // the norm reads the gradient, too
     double host = on_host / RATE_CPU_PARAMETERS, disk = m.bytes[MOVE_DISK] / RATE_DISK;
     t->offload += fmax(0, (s->zero.opt.offload_filing.pipeline_read && s->zero.opt.offload_filing.pipeline_write ? fmax(host, disk) : host + disk) - forward);
@@ -319,49 +327,82 @@ static void stage_ends(const StagePlan *s, double forward, double backward, Plan
         if (s->zero.unit[u].param_on_host && !s->zero.unit[u].update_on_host) t->offload += 2 * (double)s->zero.unit[u].update_numel * element / RATE_HOST;
 }
 
-static PlanTime plan_time(const Plan *p) {
+// The update of one stage, in seconds that are its own: what it computes in a micro-batch is added to `work`, by chunk to `cost`.
+static PlanTime stage_time(const Plan *p, int stage, ChunkCost *cost, double *work, double *ends) {
+    const double n = (double)p->cfg->batch.gradient_accumulation_steps;
+    StagePlan s = stage_plan_open(p, stage);
+    PlanTime t;
+    double forward = 0, backward = 0;
+    memset(&t, 0, sizeof t);
+    for (int whole = 0; whole < p->n_chunks * p->size.pp; whole++) {
+        if (plan_stage_of(p, whole) != stage) continue;
+        ChunkWork w = chunk_work(&s, whole);
+        cost[whole] = chunk_seconds(&s, &w, n, &t);
+        forward += cost[whole].forward;
+        backward += cost[whole].backward + cost[whole].weights;
+    }
+    *work = forward + backward;
+    const double before = total_exposed(&t) + t.offload;
+    stage_ends(&s, forward, backward, &t);
+    *ends = total_exposed(&t) + t.offload + t.update - before;
+    stage_plan_close(&s);
+    return t;
+}
+
+// What stages wait for messages from each other in n micro-batches, `without` being the time of those that are simulated if messages take none. What the first on its way
+// there and back is waited for comes once, all else in each.
+static double pipeline_exposed(const Plan *p, const ChunkCost *cost, double n, double without) {
+    PipelineReport r = pipeline_simulate(p->pipe, cost, pipeline_channels);
+    double once = 0;
+    for (int whole = 0; whole < p->n_chunks * p->size.pp; whole++) once += 2 * cost[whole].message;
+    once = fmin(once, r.time - without);
+    return once + (r.time - without - once) * n / plan_micro_batches(p->cfg);
+}
+
+// Of a stage, in n micro-batches: seconds of its messages to others.
+static double stage_sends(const Plan *p, const ChunkCost *cost, int stage, double n) {
+    double sum = 0;
+    for (int whole = 0; whole < p->n_chunks * p->size.pp; whole++)
+        if (plan_stage_of(p, whole) == stage) sum += n * (cost[whole].message + (whole > 0 ? cost[whole - 1].message : 0));
+    return sum;
+}
+
+// How long an update takes. If that is `limit` or more, only the step is said, and that it is infinite: for a search, which need not know by how much.
+static PlanTime plan_time_below(const Plan *p, double limit) {
     const Config *cfg = p->cfg;
-    const int chunks = p->n_chunks * p->size.pp;
     const double n = (double)cfg->batch.gradient_accumulation_steps;
-    ChunkCost *cost = (ChunkCost *)host_alloc(sizeof(ChunkCost) * (size_t)chunks);
+    ChunkCost *cost = (ChunkCost *)host_alloc(sizeof(ChunkCost) * (size_t)(p->n_chunks * p->size.pp));
     PlanTime most;
-    double ends = 0, sent = 0, slowest = 0, all = 0; // of one micro-batch: on the slowest stage, and on all
+    double ends = 0, slowest = 0, all = 0; // of one micro-batch: on the slowest stage, and on all
+    int of = 0;
     memset(&most, 0, sizeof most);
     for (int stage = 0; stage < p->size.pp; stage++) {
-        StagePlan s = stage_plan_open(p, stage);
-        PlanTime t, end;
-        double forward = 0, backward = 0;
-        memset(&t, 0, sizeof t);
-        memset(&end, 0, sizeof end);
-        for (int whole = 0; whole < chunks; whole++) {
-            if (plan_stage_of(p, whole) != stage) continue;
-            ChunkWork w = chunk_work(&s, whole);
-            cost[whole] = chunk_seconds(&s, &w, n, &t);
-            forward += cost[whole].forward;
-            backward += cost[whole].backward + cost[whole].weights;
-            sent = fmax(sent, w.sent);
-        }
-        slowest = fmax(slowest, forward + backward);
-        all += forward + backward;
-        stage_ends(&s, forward, backward, &end);
-        ends = fmax(ends, end.data + end.offload + end.update);
-        if (t.compute > most.compute) {
-            most = t;
-            most.data += end.data;
-            most.offload += end.offload;
-            most.update += end.update;
-        }
-        stage_plan_close(&s);
+        double work, end;
+        PlanTime t = stage_time(p, stage, cost, &work, &end);
+        slowest = fmax(slowest, work);
+        all += work;
+        ends = fmax(ends, end);
+        if (t.compute > most.compute) most = t, of = stage;
     }
-    PipelineReport r = pipeline_simulate(p->pipe, cost, pipeline_channels);
-    CHECK(!r.wrong[0], "%s", r.wrong);
+    most.step = INFINITY;
+    if (n * slowest + ends < limit) {
+        ChunkCost *silent = (ChunkCost *)host_alloc(sizeof(ChunkCost) * (size_t)(p->n_chunks * p->size.pp));
+        for (int whole = 0; whole < p->n_chunks * p->size.pp; whole++) silent[whole] = {cost[whole].forward, cost[whole].backward, cost[whole].weights, 0};
+        PipelineReport r = pipeline_simulate(p->pipe, silent, pipeline_channels);
+        CHECK(!r.wrong[0], "%s", r.wrong);
+        free(silent);
+        const double pipeline = r.time + (n - plan_micro_batches(cfg)) * slowest, exposed = p->size.pp > 1 ? pipeline_exposed(p, cost, n, r.time) : 0;
+        most.bubble = 1 - n * all / p->size.pp / pipeline;
+        most.exposed[AXIS_PIPELINE] += exposed;
+        most.hidden[AXIS_PIPELINE] += fmax(0, stage_sends(p, cost, of, n) - exposed);
+        most.step = pipeline + exposed + ends;
+    }
     free(cost);
-    const double pipeline = r.time + (n - plan_micro_batches(cfg)) * slowest;
-    most.bubble = 1 - n * all / p->size.pp / pipeline;
-    most.step = pipeline + ends + 2 * (chunks - 1) * sent / link_rate(p->size.tp * p->size.sp * p->size.dp, p->size.pp); // each micro-batch's way there and back is waited for once
     const double tokens = (double)(cfg->batch.train_batch_size * cfg->run.seq_len);
     most.tokens_per_second = tokens / most.step;
     most.tflops = 1e-12 * model_flops_per_token(&p->model[0], cfg->run.seq_len) * most.tokens_per_second / (double)cfg->world;
     most.share_of_peak = 1e12 * most.tflops / PEAK_FLOPS;
     return most;
 }
+
+static PlanTime plan_time(const Plan *p) { return plan_time_below(p, INFINITY); }

@@ -121,27 +121,36 @@ static void plan_acts(const Config *cfg, const Model *m, const Pipeline *p, int6
     for (int c = 0; c < p->n_chunks; c++) layout[c].longest = longest;
 }
 
-// What device_malloc will have given to rank grid.rank at its peak. cfg and m are resolved; B: samples of a micro-batch;
-// with_backward: to train; one_host: all ranks are on one, and reach each other's memory; pipe: the program of its stage. *host, unless null: what
-// the rank will have of host memory for what lies there.
-static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid, const Pipeline *pipe, bool one_host, int64_t B, bool with_backward, MemoryUse *host) {
-    int64_t T = cfg->run.seq_len;
+// Where a rank has weights, gradients and states. one_host: all ranks are on one, and reach each other's memory; pipe: the program of its stage.
+static ZeroLayout plan_zero(const Config *cfg, const Model *m, ProcessGrid grid, const Pipeline *pipe, bool one_host, bool with_backward) {
     ZeroOptions options = zero_options(&cfg->zero);
     options.direct_exchange = options.direct_exchange && one_host;
     options.split_backward = pipe->split_w;
+    return zero_layout(m, options, grid.zero_size, grid.zero_rank, optimizer_n_states(&cfg->optimizer), with_backward);
+}
+
+// What device_malloc will have given to rank grid.rank at its peak. cfg and m are resolved; B: samples of a micro-batch;
+// with_backward: to train. *host, unless null: what the rank will have of host memory for what lies there.
+static MemoryUse plan_memory_of(const Config *cfg, const Model *m, ProcessGrid grid, const Pipeline *pipe, const ZeroLayout *zero, int64_t B, bool with_backward, MemoryUse *host) {
+    int64_t T = cfg->run.seq_len;
     ActLayout *acts = (ActLayout *)host_alloc(sizeof(ActLayout) * (size_t)pipe->n_chunks);
     plan_acts(cfg, m, pipe, B, with_backward, acts);
-    ZeroLayout zero = zero_layout(m, options, grid.zero_size, grid.zero_rank, optimizer_n_states(&cfg->optimizer), with_backward);
-    MemoryUse use = zero.bytes;
-    if (host) *host = zero.host_bytes, host->bytes[MEMORY_BUFFERS] += plan_copy_bytes(cfg, m, &zero);
+    MemoryUse use = zero->bytes;
+    if (host) *host = zero->host_bytes, host->bytes[MEMORY_BUFFERS] += plan_copy_bytes(cfg, m, zero);
     for (int c = 0; c < pipe->n_chunks; c++) {
         if (host) host->bytes[MEMORY_ACTIVATIONS] += acts_host_bytes(&acts[c]);
         use.bytes[MEMORY_ACTIVATIONS] += acts_bytes(&acts[c]);
     }
-    zero_layout_free(&zero);
     free(acts);
     use.bytes[MEMORY_SCRATCH] = scratch_bytes(B * T / m->sp.size, m->C, B, T, block_heads(m), m->C / m->NH) + optimizer_bytes() + (int64_t)sizeof(double); // the last: Trainer.eval_sum
     if (cfg->run.replica_check_every > 0) use.bytes[MEMORY_SCRATCH] += replicas_bytes(m, grid.zero_size);
+    return use;
+}
+
+static MemoryUse plan_memory(const Config *cfg, const Model *m, ProcessGrid grid, const Pipeline *pipe, bool one_host, int64_t B, bool with_backward, MemoryUse *host) {
+    ZeroLayout zero = plan_zero(cfg, m, grid, pipe, one_host, with_backward);
+    MemoryUse use = plan_memory_of(cfg, m, grid, pipe, &zero, B, with_backward, host);
+    zero_layout_free(&zero);
     return use;
 }
 
@@ -168,6 +177,7 @@ typedef struct {
     int *stage;            // by unit
     Model *model;          // (size.pp) as a rank of each stage holds it
     Pipeline *pipe;        // (size.pp) their programs, of as many micro-batches as it takes to be in full flow: more repeat what is there
+    ZeroLayout *zero;      // (size.pp) see plan_shard
 } Plan;
 
 // Micro-batches of an update that a plan's programs have.
@@ -187,6 +197,18 @@ static ProcessGrid plan_stage_grid(const Plan *p, int stage) {
 
 // Are the ranks that share weights on one host?
 static bool plan_one_host(const Plan *p) { return p->size.tp * p->size.sp * p->size.dp <= PLAN_HOST_RANKS; }
+
+static void plan_unshard(Plan *p) {
+    for (int s = 0; s < p->size.pp && p->zero; s++) zero_layout_free(&p->zero[s]);
+    free(p->zero);
+}
+
+// Lays out what the stages' ranks hold, as the configuration says now.
+static void plan_shard(Plan *p) {
+    plan_unshard(p);
+    p->zero = (ZeroLayout *)host_alloc(sizeof(ZeroLayout) * (size_t)p->size.pp);
+    for (int s = 0; s < p->size.pp; s++) p->zero[s] = plan_zero(p->cfg, &p->model[s], plan_stage_grid(p, s), &p->pipe[s], plan_one_host(p), true);
+}
 
 static void plan_open(Plan *p, const Config *cfg) {
     const ParallelConfig *c = &cfg->parallel;
@@ -211,9 +233,11 @@ static void plan_open(Plan *p, const Config *cfg) {
         model_init(&p->model[s], &cfg->model, plan_part(plan_stage_grid(p, s), p->stage), cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, NULL);
         p->model[s].sp.size = p->size.sp;
     }
+    plan_shard(p);
 }
 
 static void plan_close(Plan *p) {
+    plan_unshard(p);
     for (int s = 0; s < p->size.pp; s++) {
         model_free(&p->model[s]);
         pipeline_free(&p->pipe[s]);
@@ -221,14 +245,6 @@ static void plan_close(Plan *p) {
     free(p->stage);
     free(p->model);
     free(p->pipe);
-}
-
-static ZeroLayout plan_stage_zero(const Plan *p, int stage) {
-    ProcessGrid grid = plan_stage_grid(p, stage);
-    ZeroOptions options = zero_options(&p->cfg->zero);
-    options.direct_exchange = options.direct_exchange && plan_one_host(p);
-    options.split_backward = p->pipe[stage].split_w;
-    return zero_layout(&p->model[stage], options, grid.zero_size, grid.zero_rank, optimizer_n_states(&p->cfg->optimizer), true);
 }
 
 // The layouts of its chunks' activations; to be freed.
@@ -239,7 +255,49 @@ static ActLayout *plan_stage_acts(const Plan *p, int stage) {
 }
 
 static MemoryUse plan_stage_memory(const Plan *p, int stage, MemoryUse *host) {
-    return plan_memory(p->cfg, &p->model[stage], plan_stage_grid(p, stage), &p->pipe[stage], plan_one_host(p), p->cfg->batch.train_micro_batch_size_per_gpu, true, host);
+    return plan_memory_of(p->cfg, &p->model[stage], plan_stage_grid(p, stage), &p->pipe[stage], &p->zero[stage], p->cfg->batch.train_micro_batch_size_per_gpu, true, host);
+}
+
+// A stage's activations for a micro-batch under a configuration of checkpointing: what its chunks save and cost together. flops_share: of an even share of the
+// model's operations.
+typedef struct {
+    ActCost cost;
+    int blocks, segments;
+    RecomputePolicy policy;
+    bool cpu_checkpointing;
+} StageActs;
+
+static StageActs plan_stage_acts_under(const Plan *p, int stage, const ActivationCheckpointingConfig *checkpointing) {
+    Config *c = (Config *)host_alloc(sizeof *c);
+    Plan other = *p;
+    *c = *p->cfg;
+    c->activation_checkpointing = *checkpointing;
+    other.cfg = c;
+    ActLayout *layout = plan_stage_acts(&other, stage);
+    StageActs sum;
+    memset(&sum, 0, sizeof sum);
+    sum.policy = layout->policy;
+    sum.cpu_checkpointing = layout->cpu_checkpointing;
+    for (int k = 0; k < p->n_chunks; k++) {
+        const ActCost cost = acts_cost(&layout[k]);
+        sum.cost.bytes += cost.bytes;
+        sum.cost.saved_bytes += cost.saved_bytes;
+        sum.cost.host_bytes += cost.host_bytes;
+        sum.cost.traffic_bytes += cost.traffic_bytes;
+        sum.cost.flops_share += cost.flops_share * p->size.pp;
+        sum.blocks += acts_n_blocks(&layout[k]);
+        sum.segments += layout[k].n_segments;
+    }
+    free(layout);
+    free(c);
+    return sum;
+}
+
+// The same under a policy alone, without segments.
+static StageActs plan_stage_policy(const Plan *p, int stage, RecomputePolicy policy) {
+    ActivationCheckpointingConfig alone = {};
+    alone.policy = policy;
+    return plan_stage_acts_under(p, stage, &alone);
 }
 
 // The stage whose ranks need most of the device, what they need of it and, unless null, of host memory.

@@ -424,28 +424,40 @@ static void log_checkpoint_times(Trainer *t) {
     free(ms);
 }
 
-// What activation checkpointing does, and what each step of its ladder would.
+// What activation checkpointing does, and what each step of its ladder would: with a pipeline on the stage whose ranks need most memory.
 static void print_recompute_row(const Trainer *t) {
-    const ActLayout *l = &t->acts->layout;
     const double mib = 1024.0 * 1024.0;
-    const ActCost set = acts_cost(l);
-    char ladder[512] = "";
+    MemoryUse most;
+    Plan p;
+    plan_open(&p, t->cfg);
+    const int stage = plan_fullest(&p, &most, NULL);
+    const StageActs set = plan_stage_acts_under(&p, stage, &t->cfg->activation_checkpointing);
+    char ladder[512] = "", where[64] = "", segments[64] = "";
     for (int policy = RECOMPUTE_NORMS; policy < RECOMPUTE_POLICIES; policy++) {
-        ActLayout other = *l;
-        other.policy = (RecomputePolicy)policy;
-        other.n_segments = acts_n_blocks(l);
-        other.longest = 1;
-        other.cpu_checkpointing = false;
-        const ActCost c = acts_cost(&other);
+        const ActCost c = plan_stage_policy(&p, stage, (RecomputePolicy)policy).cost;
         snprintf(ladder + strlen(ladder), sizeof ladder - strlen(ladder), "%s%s %.1f for %.1f %%", policy > RECOMPUTE_NORMS ? ", " : "", recompute_names[policy], (double)c.saved_bytes / mib, 100 * c.flops_share);
     }
-    if (l->policy == RECOMPUTE_NONE) print_table_row("recompute", "none; in MiB saved for more operations: %s", ladder);
+    plan_close(&p);
+    if (t->pipe.n_stages > 1) snprintf(where, sizeof where, " on stage %d, which needs most", stage);
+    if (set.policy == RECOMPUTE_NONE) print_table_row("recompute", "none; in MiB saved for more operations%s: %s", where, ladder);
     else {
-        char segments[64] = "";
-        if (l->policy == RECOMPUTE_BLOCK) snprintf(segments, sizeof segments, ", %d segments%s", l->n_segments, l->cpu_checkpointing ? " in host memory" : "");
-        print_table_row("recompute", "%s%s: saves %.1f MiB for %.1f %% more operations", recompute_names[l->policy], segments, (double)set.saved_bytes / mib, 100 * set.flops_share);
+        if (set.policy == RECOMPUTE_BLOCK) snprintf(segments, sizeof segments, ", %d segments%s", set.segments, set.cpu_checkpointing ? " in host memory" : "");
+        print_table_row("recompute", "%s%s: saves %.1f MiB for %.1f %% more operations%s", recompute_names[set.policy], segments, (double)set.cost.saved_bytes / mib, 100 * set.cost.flops_share, where);
         print_table_row("", "each policy in MiB saved for more operations: %s", ladder);
     }
+}
+
+// What it takes that a split backward pass keeps whole gradients at stages that would not.
+static void print_whole_gradients_row(const Trainer *t) {
+    const double mib = 1024.0 * 1024.0;
+    const ZeroLayout *kept = &t->zero.layout;
+    ZeroOptions options = kept->opt;
+    if (options.stage < 2 || !options.split_backward || kept->ranks == 1) return;
+    options.split_backward = false;
+    ZeroLayout other = zero_layout(&t->model, options, kept->ranks, kept->rank, kept->n_states, true);
+    print_table_row("", "whole until the last micro-batch, since backward is split: %.1f MiB a rank and buffers of %.1f, instead of %.1f and %.1f", (double)kept->bytes.bytes[MEMORY_GRADIENTS] / mib,
+                    (double)kept->bytes.bytes[MEMORY_BUFFERS] / mib, (double)other.bytes.bytes[MEMORY_GRADIENTS] / mib, (double)other.bytes.bytes[MEMORY_BUFFERS] / mib);
+    zero_layout_free(&other);
 }
 
 static void trainer_print_start(const Trainer *t) {
@@ -476,6 +488,7 @@ static void trainer_print_start(const Trainer *t) {
         char travel[64] = "";
         if (t->zero.reduce_group.size > 1) snprintf(travel, sizeof travel, ", travel in %s (%s)", dtype_name(zero->communication_data_type), layout_direct(&t->zero.layout) ? "direct exchange" : zero->reduce_scatter ? "reduce-scatter" : "all-reduce");
         print_table_row("gradients", "summed in %s%s", dtype_name(zero_shard_dtype(&t->zero)), travel);
+        print_whole_gradients_row(t);
         print_recompute_row(t);
         if (t->pipe.n_stages > 1)
             print_table_row("pipeline", "%d stages of %d chunk%s, %s; ideal bubble %.1f %%", t->pipe.n_stages, t->pipe.n_chunks, t->pipe.n_chunks == 1 ? "" : "s", pipeline_names[t->pipe.schedule], 100 * t->ideal_bubble);

@@ -226,7 +226,7 @@ BUGS = [
      "the first pass of an update finds its blocks there"),
     ("plan_report.cu", "if (found.bytes > room) continue;", "", "plan/proposals",
      "what does not fit is proposed"),
-    ("plan_time.cu", "(n - plan_micro_batches(cfg)) * slowest;", "0;", "plan/bubbles",
+    ("plan_time.cu", "(n - plan_micro_batches(cfg)) * slowest,", "0,", "plan/bubbles",
      "micro-batches that are not simulated take no time"),
     ("tensor_parallel.cu", "    comm_reduce_scatter(tp, rows.data, whole.data, tensor_numel(rows), rows.dtype, s);\n", "", "tensor/against one rank, accumulation, not tied@2",
      "each rank takes its own summand for the sum"),

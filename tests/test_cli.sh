@@ -155,6 +155,16 @@ row_plan() {
     prints "tensor 2 x pipeline 2 (1F1B)"
     equal "stages" "$(grep -ac 'stage [01], 1 blocks' out)" 2
     prints "estimated, not measured"
+    equal "axes whose messages cost time" "$(grep -acE '^ +tensor +pipeline$' out)" 1
+    prints "1F1B with 4 micro-batches, if F"
+    prints "activation checkpointing of a micro-batch of 2 on stage 0, which needs most"
+    local schedule
+    for schedule in GPipe 1F1B Interleaved ZB-H1 ZB-V; do # what docs/pipeline.md shows is what is printed
+        run_expect 0 -c config.json --plan 3 model.n_layer=6 pipeline_model_parallel_size=3 pipeline_schedule=$schedule train_batch_size=6 train_micro_batch_size_per_gpu=1 || return
+        sed -n '/ micro-batches, if F/,/^activation/{/^stage/s/^/    /p;/^  micro-/s/^/    /p;/^  chunk/s/^/    /p}' out >drawing
+        expect "$schedule is drawn" test -s drawing
+        equal "the drawing of $schedule in docs/pipeline.md" "$(python3 -c 'import sys; print(open("drawing").read() in open(sys.argv[1]).read())' "$root/docs/pipeline.md")" True
+    done
     run_expect 0 -c config.json --plan 2 bf16.enabled=true model.n_embd=256 train_batch_size=4 train_micro_batch_size_per_gpu=2 --device-memory 0.02 || return
     prints "what would fit on 2 ranks"
     # shellcheck disable=SC2046

@@ -125,6 +125,49 @@ static void test_stages_planned(Test *t) {
         }
 }
 
+// What the ladder of activation checkpointing says of this rank's stage, and which stage it names, beside what a run allocates. More micro-batches than a plan's programs have.
+static void test_ladder(Test *t) {
+    const int world = test_world.world;
+    if (world == 1) { test_skip(t, "one rank is one stage"); return; }
+    for (int pp = 2; pp <= world; pp++)
+        for (int variant = 0; variant < 5 * (RECOMPUTE_POLICIES + 1) && world % pp == 0; variant++) {
+            const int schedule = variant / (RECOMPUTE_POLICIES + 1), policy = variant % (RECOMPUTE_POLICIES + 1);
+            static int64_t everything; // what is allocated if all is kept, of the schedule before whose ladder this is
+            int64_t activations = 0;
+            Config *c = parallel_config(6 * pp);
+            GridAxes size = {pp, world / pp, 1, 1};
+            ProcessGrid grid = grid_make(test_world.rank, size);
+            config_set_dtype(c, DTYPE_BF16);
+            c->model.n_layer = 3 * pp + 1;
+            c->run.gelu_apart = true;
+            c->world = world;
+            c->parallel.data = size.dp, c->parallel.tensor = c->parallel.sequence = 1, c->parallel.pipeline = pp;
+            c->parallel.pipeline_schedule = (PipelineSchedule)schedule;
+            c->parallel.virtual_pipeline = schedule == PIPELINE_INTERLEAVED ? 2 : 1;
+            c->activation_checkpointing.policy = (RecomputePolicy)min_i64(policy, RECOMPUTE_BLOCK);
+            if (policy == RECOMPUTE_POLICIES) c->activation_checkpointing.activation_checkpoint_interval = 2;
+            Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+            trainer_init_core(trainer, c, grid, true, c->batch.train_micro_batch_size_per_gpu);
+            for (int k = 0; k < trainer->pipe.n_chunks; k++) activations += trainer->acts[k].allocated;
+            double used = (double)(memory_total(&trainer->zero.allocated) + activations), most = used;
+            comm_host_all_reduce(&most, 1, COMM_MAX);
+            if (policy == RECOMPUTE_NONE) everything = activations;
+            trainer->metrics.log_fd = -1;
+            trainer_free(trainer);
+            free(trainer);
+            Plan p;
+            MemoryUse use;
+            plan_open(&p, c);
+            const StageActs a = policy == RECOMPUTE_POLICIES ? plan_stage_acts_under(&p, grid.coord.pp, &c->activation_checkpointing) : plan_stage_policy(&p, grid.coord.pp, (RecomputePolicy)policy);
+            const int fullest = plan_fullest(&p, &use, NULL);
+            expect_equal_i64(t, "activations", a.cost.bytes, activations);
+            expect_equal_i64(t, "saved", a.cost.saved_bytes, everything - activations);
+            if (grid.coord.pp == fullest) expect_equal_i64(t, "the fullest stage", (int64_t)used, (int64_t)most);
+            plan_close(&p);
+            free(c);
+        }
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Memory: closed formulas for models that nobody allocates here
 
@@ -239,6 +282,73 @@ static void test_plan_bubble(Test *t) {
         }
 }
 
+// Messages by axis. Those of tensor and sequence parallelism are bytes over a rate, and all exposed; those of data parallelism exposed without overlap_comm; with it what does not
+// fit beside the computation, and what the rest slows it by.
+static void test_plan_axes(Test *t) {
+#define WIDE "model.preset=gpt3-6.7B|bf16.enabled=true|train_micro_batch_size_per_gpu=8"
+    static const struct { const char *overrides; int world; Axis axis; double rate; bool overlap; } row[] = {
+        {WIDE "|tensor_model_parallel_size=2", 2, AXIS_TENSOR, RATE_NVLINK, false}, {WIDE "|sequence_parallel_size=4", 4, AXIS_SEQUENCE, RATE_NVLINK, false},
+        {LARGE "|zero_optimization.stage=1", 8, AXIS_DATA, RATE_NVLINK, false}, {LARGE "|zero_optimization.stage=1", 16, AXIS_DATA, RATE_NETWORK * 8, false},
+        {LARGE "|zero_optimization.stage=3|zero_optimization.overlap_comm=true", 8, AXIS_DATA, RATE_NVLINK, true},
+    };
+    for (size_t i = 0; i < sizeof row / sizeof *row; i++) {
+        Config *c;
+        Plan p = plan_of(t, row[i].overrides, row[i].world, &c);
+        const PlanTime time = plan_time(&p);
+        const PlanMoves m = plan_moves(&p, 0);
+        const MoveKind kind[AXES][2] = {{MOVE_TENSOR, MOVE_TENSOR_GRADIENTS}, {MOVE_SEQUENCE, MOVE_SEQUENCE}, {MOVE_GRADIENTS, MOVE_WEIGHTS}, {MOVE_STAGES, MOVE_TIED}};
+        const double bytes = m.bytes[kind[row[i].axis][0]] + (row[i].axis == AXIS_SEQUENCE ? 0 : m.bytes[kind[row[i].axis][1]]), seconds = bytes / fmin(row[i].rate, RATE_NVLINK);
+        const double hidden = row[i].overlap ? seconds : 0, exposed = row[i].overlap ? HIDDEN_SECONDS * bytes : seconds;
+        expect_near(t, row[i].overrides, time.exposed[row[i].axis], exposed, 1e-9 * exposed);
+        expect_near(t, row[i].overrides, time.hidden[row[i].axis], hidden, 1e-9 * seconds);
+        plan_end(&p, c);
+    }
+}
+
+// Messages between stages: as the schedule is simulated with all micro-batches, and within a fifth where a plan simulates some and counts the others by these.
+static void test_plan_pipeline_messages(Test *t) {
+    for (int schedule = PIPELINE_1F1B; schedule <= PIPELINE_ZB_V; schedule++)
+        for (int n = 4; n <= 128; n *= 2) {
+            char overrides[600];
+            Config *c;
+            snprintf(overrides, sizeof overrides, "model.n_layer=64|model.n_embd=1024|model.n_head=16|model.n_positions=1024|model.vocab_size=128|model.tie_word_embeddings=false|bf16.enabled=true|train_micro_batch_size_per_gpu=8|"
+                     "gradient_accumulation_steps=%d|pipeline_model_parallel_size=4|pipeline_schedule=%s", n, pipeline_names[schedule]);
+            Plan p = plan_of(t, overrides, 4, &c);
+            const int chunks = 4 * p.n_chunks;
+            ChunkCost *cost = (ChunkCost *)host_alloc(sizeof(ChunkCost) * (size_t)chunks);
+            Pipeline all[4];
+            double work, ends, message = 0, seconds[2];
+            for (int s = 0; s < 4; s++) {
+                stage_time(&p, s, cost, &work, &ends);
+                pipeline_make(&all[s], (PipelineSchedule)schedule, 4, p.n_chunks, s, n);
+            }
+            for (int k = 0; k < 2; k++) {
+                for (int i = 0; i < chunks && k == 1; i++) message = fmax(message, cost[i].message), cost[i].message = 0;
+                seconds[k] = pipeline_simulate(all, cost, pipeline_channels).time;
+            }
+            expect_near(t, "a message", message, 8 * 1024 * 1024 * 2 / RATE_NVLINK, 1e-12);
+            const PlanTime time = plan_time(&p);
+            const double waits = seconds[0] - seconds[1];
+            expect_near(t, overrides, time.exposed[AXIS_PIPELINE], waits, n <= plan_micro_batches(c) ? 1e-9 * waits : 0.2 * waits);
+            for (int s = 0; s < 4; s++) pipeline_free(&all[s]);
+            free(cost);
+            plan_end(&p, c);
+        }
+}
+
+// A search is told of no step that is not faster than its limit, and of the others all.
+static void test_plan_limit(Test *t) {
+    static const char *const overrides[] = {LARGE, TEN_BILLION "|pipeline_model_parallel_size=4|gradient_accumulation_steps=4", TEN_BILLION "|pipeline_model_parallel_size=8|gradient_accumulation_steps=64|pipeline_schedule=ZB-V"};
+    for (int i = 0; i < 3; i++) {
+        Config *c;
+        Plan p = plan_of(t, overrides[i], 8, &c);
+        const double step = plan_time(&p).step;
+        expect_near(t, "a step below its limit", plan_time_below(&p, step * (1 + 1e-9)).step, step, 0);
+        expect_true(t, plan_time_below(&p, step / 2).step == INFINITY, "%s: half the step is no limit", overrides[i]);
+        plan_end(&p, c);
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Proposals
 
@@ -301,5 +411,5 @@ static void test_proposals(Test *t) {
 }
 
 static const TestRow plan_tests[] = {
-    {"bytes of a run", test_moves}, {"split by tensors and sequences", test_split_planned}, {"stages of a run", test_stages_planned}, {"10 and 30 billion on 8", test_plan_eight}, {"175 billion on 64", test_plan_settings_guide}, {"measured updates", test_plan_measured}, {"bubbles", test_plan_bubble}, {"proposals", test_proposals}, {NULL, NULL},
+    {"bytes of a run", test_moves}, {"split by tensors and sequences", test_split_planned}, {"stages of a run", test_stages_planned}, {"ladder of a run", test_ladder}, {"10 and 30 billion on 8", test_plan_eight}, {"175 billion on 64", test_plan_settings_guide}, {"measured updates", test_plan_measured}, {"bubbles", test_plan_bubble}, {"messages by axis", test_plan_axes}, {"messages between stages", test_plan_pipeline_messages}, {"limit of a search", test_plan_limit}, {"proposals", test_proposals}, {NULL, NULL},
 };
