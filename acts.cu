@@ -27,8 +27,9 @@
 //
 // A rank of a pipeline has a store for each of its chunks (pipeline.cu): a range of units, of whose first the input comes from another
 // rank, or from the chunk before if that lies here, too; then the two share the memory between them. Scratch, and what segments
-// share, is that of the first chunk. Where backward is split, what the gradients of the weights are computed from later is pending: memory
-// of its own, for as many micro-batches as wait between the two phases.
+// share, is that of the first chunk. Where backward is split, what the gradients of the weights are computed from later is pending, in memory
+// of its own for as many micro-batches as wait between the two phases; but what comes after the MLP's inner gradient lies where that layer was before GELU, if
+// the slot has kept it, for nobody reads it any more.
 //
 // Nothing of all this changes a bit of any result: what is made again is made by the same calls (block_calls).
 // Read next: pipeline.cu.
@@ -199,8 +200,14 @@ static int64_t acts_shared_bytes(const ActLayout *l, int role) { return acts_rec
 static bool acts_is_pending(const ActLayout *l, int role) {
     return l->n_pending > 0 && (act_descs[role].keep == ACT_PENDING || (act_descs[role].for_weights && acts_recomputes(l, role)));
 }
+// Where it begins in ACT_FC_PRE's memory, which is dead when it is written; -1 if it has its own.
+static int64_t acts_pending_offset(const ActLayout *l, int role) {
+    const int64_t first = acts_role_bytes(l, ACT_DQKV);
+    if ((role != ACT_DQKV && role != ACT_DRESIDUAL_2) || acts_recomputes(l, ACT_FC_PRE) || first + acts_role_bytes(l, ACT_DRESIDUAL_2) > acts_role_bytes(l, ACT_FC_PRE)) return -1;
+    return role == ACT_DQKV ? 0 : first;
+}
 static int64_t acts_pending_bytes(const ActLayout *l, int unit, int role) {
-    return unit >= l->first && unit <= l->last && acts_is_block(l, unit) && acts_is_pending(l, role) ? acts_role_bytes(l, role) : 0;
+    return unit >= l->first && unit <= l->last && acts_is_block(l, unit) && acts_is_pending(l, role) && acts_pending_offset(l, role) < 0 ? acts_role_bytes(l, role) : 0;
 }
 
 static int acts_n_buffers(const ActLayout *l) { return l->cpu_checkpointing ? (int)min_i64(CHECKPOINT_BUFFERS, l->n_segments) : 0; }
@@ -491,7 +498,10 @@ static Acts acts_begin(ActStore *a, ActSlot *s, ActVisit v) {
     if (s->dx) acts.dx = stream_tensor(m, s->B, s->T, s->dx);
     for (int r = 0; r < ACT_COUNT; r++) {
         void *data = act_descs[r].keep == ACT_SCRATCH ? a->scratch[r] : s->saved[unit * ACT_COUNT + r];
-        if (v.pass != ACTS_FORWARD && acts_is_block(l, unit) && acts_is_pending(l, r)) data = a->pending[(s->mb % l->n_pending * m->table.n_units + unit) * ACT_COUNT + r];
+        if (v.pass != ACTS_FORWARD && acts_is_block(l, unit) && acts_is_pending(l, r)) {
+            const int64_t offset = acts_pending_offset(l, r);
+            data = offset < 0 ? a->pending[(s->mb % l->n_pending * m->table.n_units + unit) * ACT_COUNT + r] : (char *)s->saved[unit * ACT_COUNT + ACT_FC_PRE] + offset;
+        }
         if (data) acts.act[r] = act_tensor(m, (ActRole)r, s->B, s->T, data);
     }
     // Of a segment that has run forward again, only the last block's activations are still to be made.

@@ -240,6 +240,12 @@ BUGS = [
      "every part of a sample begins at position 0"),
     ("model.cu", "return tp_own_rows(m->tp, a->act[ACT_LOSSES]);", "return a->act[ACT_LOSSES];", "tensor/against one rank, accumulation, not tied@2",
      "every tensor-parallel rank counts all losses"),
+    ("acts.cu", "return role == ACT_DQKV ? 0 : first;", "return 0;", "stages@2",
+     "two gradients that wait for the second phase of backward lie in one place"),
+    ("pipeline.cu", "fmax(from->idle_from[out], to->idle_from[in])", "0", "pipeline/messages",
+     "messages on one channel overtake each other"),
+    ("plan_time.cu", "* n / plan_micro_batches(p->cfg);", "* (n > 0);", "plan/messages between stages",
+     "micro-batches that are not simulated wait for no message"),
 ]
 
 

@@ -82,7 +82,8 @@ static Combination *combination_choose(int world, int *n_rows) {
 static Config *combination_config(const Combination *l, GridAxes a) {
     Config *c = tiny_config();
     c->model.n_layer = 8;
-    c->model.n_head = 8, c->model.n_embd = 32, c->model.n_inner = 48;
+    const PipelineSchedule schedule = combination_schedules[l->level[FACTOR_SCHEDULE]];
+    c->model.n_head = 8, c->model.n_embd = 32, c->model.n_inner = schedule == PIPELINE_ZB_H1 || schedule == PIPELINE_ZB_V ? 128 : 48; // 128: pending gradients have room in the MLP's inner layer
     c->model.vocab_size = 131;
     c->model.tie_word_embeddings = l->level[FACTOR_TIED];
     c->run.seq_len = 16;
@@ -98,7 +99,7 @@ static Config *combination_config(const Combination *l, GridAxes a) {
     c->activation_checkpointing.policy = combination_policies[l->level[FACTOR_RECOMPUTE]];
     c->activation_checkpointing.activation_checkpoint_interval = c->activation_checkpointing.policy == RECOMPUTE_BLOCK ? 2 : 0;
     c->parallel.tensor = a.tp, c->parallel.pipeline = a.pp, c->parallel.sequence = a.sp, c->parallel.data = a.dp;
-    c->parallel.pipeline_schedule = combination_schedules[l->level[FACTOR_SCHEDULE]];
+    c->parallel.pipeline_schedule = schedule;
     c->parallel.virtual_pipeline = a.pp > 1 && (c->parallel.pipeline_schedule == PIPELINE_INTERLEAVED || c->parallel.pipeline_schedule == PIPELINE_ZB_V) ? 2 : 1;
     config_set_dtype(c, combination_dtypes[l->level[FACTOR_DTYPE]]);
     c->zero.communication_data_type = c->dtype;

@@ -25,12 +25,14 @@ typedef struct {
     int64_t segments;
     bool on_host, uniform, tied, graphs, offload;
     DType dtype;
+    bool wide;        // an MLP of 4 C: pending gradients have room in its inner layer
 } StagesRow;
 
 static Config *stages_config(const StagesRow *row, int dp) {
     Config *c = parallel_config(row->accumulation);
     config_set_dtype(c, row->dtype);
     c->model.n_layer = STAGES_BLOCKS;
+    if (row->wide) c->model.n_inner = 4 * c->model.n_embd;
     c->model.tie_word_embeddings = row->tied;
     c->zero.stage = row->zero_stage;
     c->zero.max_live_parameters = 0;
@@ -135,7 +137,7 @@ static void test_stages_schedules(Test *t) {
 // Pairs of everything that a pipeline meets, once or more. Micro-batches: of an update, or with Interleaved for each stage.
 static void stages_table(Test *t, int p) {
     static const StagesRow table[] = {
-        //                  p  v  ZeRO n  recompute        segments, host, uniform, tied, graphs, offload
+        //                  p  v  ZeRO n  recompute        segments, host, uniform, tied, graphs, offload, type, wide
         {PIPELINE_1F1B,        0, 2, 1, 4, RECOMPUTE_BLOCK, 0, false, true, false, true, true, DTYPE_FP32},
         {PIPELINE_1F1B,        0, 2, 3, 5, RECOMPUTE_BLOCK, 3, true, false, false, false, false, DTYPE_BF16},
         {PIPELINE_1F1B,        0, 2, 2, 1, RECOMPUTE_GELU, 0, false, true, true, false, true, DTYPE_FP32},
@@ -147,7 +149,8 @@ static void stages_table(Test *t, int p) {
         {PIPELINE_ZB_H1,       0, 2, 3, 5, RECOMPUTE_FFN, 0, false, false, false, true, false, DTYPE_BF16},
         {PIPELINE_ZB_H1,       0, 2, 1, 2, RECOMPUTE_BLOCK, 2, true, true, false, true, true, DTYPE_FP32},
         {PIPELINE_ZB_H1,       0, 2, 2, 3, RECOMPUTE_NONE, 0, false, false, true, false, false, DTYPE_FP32},
-        {PIPELINE_ZB_V,        0, 2, 3, 7, RECOMPUTE_GELU, 0, false, true, false, false, true, DTYPE_FP32},
+        {PIPELINE_ZB_H1,       0, 2, 0, 5, RECOMPUTE_NONE, 0, false, true, false, true, false, DTYPE_BF16, true},
+        {PIPELINE_ZB_V,        0, 2, 3, 7, RECOMPUTE_GELU, 0, false, true, false, false, true, DTYPE_FP32, true},
         {PIPELINE_ZB_V,        0, 2, 2, 3, RECOMPUTE_BLOCK, 0, true, false, true, true, false, DTYPE_FP32},
         {PIPELINE_ZB_V,        0, 2, 1, 4, RECOMPUTE_BLOCK, 3, false, true, false, false, false, DTYPE_FP16},
     };
