@@ -12,7 +12,7 @@ static CommWorld test_world; // the ranks that run the tests
 #include "tests/test_kernels.h"
 #include "tests/test_data.h"
 #include "tests/test_formats.h"
-#include "tests/test_checkpoint.h"
+#include "tests/test_saves.h"
 #include "tests/test_shards.h"
 #include "tests/test_layouts.h"
 #include "tests/test_config.h"

@@ -4,7 +4,7 @@
 // given faults of its own (CkptFaults), or end for good at any of its calls: then the others go on until they would wait for it,
 // as under the watch, which ends them there.
 #pragma once
-#include "test_checkpoint.h"
+#include "test_saves.h"
 #include <pthread.h>
 
 enum { SHARDS_WORLD_MAX = 8 };
