@@ -129,6 +129,9 @@ static ZeroLayout plan_zero(const Config *cfg, const Model *m, ProcessGrid grid,
     return zero_layout(m, options, grid.zero_size, grid.zero_rank, optimizer_n_states(&cfg->optimizer), with_backward);
 }
 
+// Scratch of the kernels on the compute stream.
+static int64_t plan_scratch_bytes(const Model *m, int64_t B, int64_t T) { return scratch_bytes(B * T / m->sp.size, m->C, B, T, block_heads(m), m->C / m->NH); }
+
 // What device_malloc will have given to rank grid.rank at its peak. cfg and m are resolved; B: samples of a micro-batch;
 // with_backward: to train. *host, unless null: what the rank will have of host memory for what lies there.
 static MemoryUse plan_memory_of(const Config *cfg, const Model *m, ProcessGrid grid, const Pipeline *pipe, const ZeroLayout *zero, int64_t B, bool with_backward, MemoryUse *host) {
@@ -142,7 +145,7 @@ static MemoryUse plan_memory_of(const Config *cfg, const Model *m, ProcessGrid g
         use.bytes[MEMORY_ACTIVATIONS] += acts_bytes(&acts[c]);
     }
     free(acts);
-    use.bytes[MEMORY_SCRATCH] = scratch_bytes(B * T / m->sp.size, m->C, B, T, block_heads(m), m->C / m->NH) + optimizer_bytes() + (int64_t)sizeof(double); // the last: Trainer.eval_sum
+    use.bytes[MEMORY_SCRATCH] = plan_scratch_bytes(m, B, T) + optimizer_bytes() + (int64_t)sizeof(double); // the last: Trainer.eval_sum
     if (cfg->run.replica_check_every > 0) use.bytes[MEMORY_SCRATCH] += replicas_bytes(m, grid.zero_size);
     return use;
 }

@@ -635,6 +635,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     memory_must_fit(t);
     copy_must_fit(t);
     host_memory_must_fit(t);
+    scratch_reserve(plan_scratch_bytes(&t->model, B, cfg->run.seq_len), t->stream);
     ZeroOptions options = zero_options(&cfg->zero);
     options.split_backward = t->pipe.split_w;
     zero_init(&t->zero, &t->model, options, &t->groups, optimizer_n_states(&cfg->optimizer), with_backward);

@@ -156,3 +156,6 @@ void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer
 // `rows` of C channels; attention of NH heads of HS over B samples of T tokens.
 // At most; a kernel that wants more than it did is wrong here. Needs no device.
 int64_t scratch_bytes(int64_t rows, int64_t C, int64_t B, int64_t T, int64_t NH, int64_t HS);
+
+// Takes that much scratch now, so that it does not grow later: to give back the smaller piece would wait for the whole device.
+void scratch_reserve(int64_t bytes, Stream stream);

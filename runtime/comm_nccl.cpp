@@ -444,7 +444,7 @@ void comm_all_to_all(Group g, void *parts, const void *full, int64_t n, DType t,
     collective_begin(c, WATCH_ALL_TO_ALL, n * dtype_bytes(t), s);
     collective_end(c, ncclAlltoAll(full, parts, (size_t)n, nccl_type(t), c->comm, (cudaStream_t)s), "ncclAlltoAll");
 #else
-    CHECK(false, "all_to_all needs NCCL 2.28.3"); // only direct groups exchange in this way
+    die(EXIT_CONFIG, "sequence_parallel_size above 1 needs NCCL 2.28.3 or later, and this program was built with %d.%d.%d; take tensor_model_parallel_size instead", NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH);
 #endif
 }
 

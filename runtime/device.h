@@ -32,7 +32,7 @@ void device_init(int index);
 DeviceInfo device_info(void);
 
 void *device_malloc(int64_t bytes);       // contents undefined; 256-byte aligned
-void device_free(void *p);
+void device_free(void *p);                // CUDA waits for all streams first: never between the transfers of a pipeline, which wait for other ranks' hosts
 void *pinned_malloc(int64_t bytes);       // host memory that copies to and from the device can run beside computation
 void pinned_free(void *p);
 // The same for gigabytes: zeros, touched by all threads, on whole pages. *pin false leaves them unpinned: copies then go through

@@ -73,7 +73,9 @@ static StagesRun stages_run(Test *t, Config *c, ProcessGrid grid) {
     trainer->has_val = true;
     zero_init_weights(&trainer->zero, (uint64_t)c->run.seed);
     for (int k = 0; k < STAGES_UPDATES; k++) {
+        int64_t frees = device_frees();
         r.stats[k] = train_step(trainer);
+        expect_equal_i64(t, "pieces of device memory given back by an update", device_frees(), frees);
         if (k == 1) r.val_loss = evaluate(trainer);
     }
     r.weights = trainer_weights(trainer, &r.n);

@@ -179,7 +179,9 @@ static void plan_search(Plan *plan, const cublasLtMatmulAlgo_t *candidates, int 
     const bool apart = p->c == p->d;
     const double start = clock_seconds();
     void *d = p->d;
-    if (apart && cudaMalloc(&d, (size_t)bytes) != cudaSuccess) { // by device_malloc it would count in the run's need, and its lack would end it
+    // By device_malloc it would count in the run's need, and its lack would end it. In the stream's order, because cudaFree waits for
+    // the whole device, also for a receive that another stage of a pipeline answers only when this one has gone on.
+    if (apart && cudaMallocAsync(&d, (size_t)bytes, (cudaStream_t)stream) != cudaSuccess) {
         cudaGetLastError(); // forgotten
         return;
     }
@@ -211,7 +213,7 @@ static void plan_search(Plan *plan, const cublasLtMatmulAlgo_t *candidates, int 
     if (best >= 0) plan->algo = candidates[best];
     event_destroy(from);
     event_destroy(to);
-    if (apart) cudaCheck(cudaFree(d));
+    if (apart) cudaCheck(cudaFreeAsync(d, (cudaStream_t)stream));
     seconds += clock_seconds() - start;
 }
 

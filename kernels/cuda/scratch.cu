@@ -33,6 +33,8 @@ int64_t cuda::scratch_bytes(int64_t rows, int64_t C, int64_t B, int64_t T, int64
     return piece_bytes(max_i64(max_i64(attention_backward, layernorm_backward), embedding_backward));
 }
 
+void cuda::scratch_reserve(int64_t bytes, Stream stream) { scratch_get(bytes, stream); }
+
 void *scratch_get(int64_t bytes, Stream stream) {
     CHECK(stream, "null stream");
     Scratch *s = NULL;
