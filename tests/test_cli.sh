@@ -106,6 +106,7 @@ row_pipeline() {
     ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun -n 2 "$binary" "${common[@]}" pipeline_model_parallel_size=2 pipeline_schedule=zb-h1 run.steps=6 wall_clock_breakdown=true >out 2>err </dev/null
     equal "mpirun's exit code" $? 0
     prints "2 stages of 1 chunk, ZB-H1; ideal bubble"
+    prints "in MiB saved for more operations on stage 1, which needs most: norms"
     prints "waiting for other stages"
     python3 - <<'PY' >verdict 2>&1
 import json
@@ -314,6 +315,7 @@ row_resume_through_layouts() {
         # shellcheck disable=SC2086
         timeout --kill-after=5 120 mpirun -n ${layout%% *} "$binary" "${common[@]}" run.steps=$at $([[ $layout == *" "* ]] && echo "${layout#* }") >out 2>err </dev/null
         equal "mpirun's exit code with $layout" $? 0
+        [[ $layout != *zb-v* ]] || prints "whole until the last micro-batch, since backward is split: "
     done
     python3 - <<'PY' >verdict 2>&1
 import json
