@@ -11,7 +11,6 @@ budget_of() {
         model.cu) echo 1100 ;;
         tensor_parallel.cu | planner.cu | plan_*.cu) echo 350 ;;
         zero.cu) echo 800 ;;
-        pipeline.cu | offload.cu | checkpoint.cu) echo 500 ;;
         test_gpt.cu) echo 1500 ;;
         runtime/device_cpu.cpp) echo 250 ;;
         runtime/device_cuda.cpp) echo 400 ;;
