@@ -173,22 +173,25 @@ static void config_resolve_model(ConfigReader *r) {
 
 // What parallel degrees must divide. Each degree by itself first, so that the product is only blamed for what it alone does.
 typedef struct {
-    const char *key, *verb, *what;
+    const char *key;
+    int64_t value;
+    const char *verb, *what;
     int64_t degree, size;
 } SplitRule;
 
-enum { SPLIT_RULES = 8 };
+enum { SPLIT_RULES = 9 };
 
 static void config_split_rules(const Config *c, SplitRule rule[SPLIT_RULES]) {
     const ParallelConfig *p = &c->parallel;
     const ModelConfig *m = &c->model;
     const char *tensor = "tensor_model_parallel_size", *sequence = "sequence_parallel_size", *alone = "does not divide", *both = "times tensor_model_parallel_size does not divide";
-    const int64_t T = c->run.seq_len, product = p->tensor * p->sequence;
-    bool fits = m->n_head % p->tensor == 0 && m->n_head % p->sequence == 0 && T % p->tensor == 0 && T % p->sequence == 0;
+    const int64_t T = c->run.seq_len, t = p->tensor, s = p->sequence, pieces = t > 1 ? c->run.tensor_parallel_pieces : 1;
+    const bool fits = m->n_head % t == 0 && m->n_head % s == 0 && T % t == 0 && T % s == 0, both_fit = fits && T % (t * s) == 0;
     const SplitRule all[SPLIT_RULES] = {
-        {tensor, alone, "heads", p->tensor, m->n_head}, {tensor, alone, "channels", p->tensor, m->n_embd}, {tensor, alone, "channels inside the MLP", p->tensor, m->n_inner},
-        {tensor, alone, "tokens of a sample", p->tensor, T}, {sequence, alone, "heads", p->sequence, m->n_head}, {sequence, alone, "tokens of a sample", p->sequence, T},
-        {sequence, both, "heads", fits ? product : 1, m->n_head}, {sequence, both, "tokens of a sample", fits ? product : 1, T},
+        {tensor, t, alone, "heads", t, m->n_head}, {tensor, t, alone, "channels", t, m->n_embd}, {tensor, t, alone, "channels inside the MLP", t, m->n_inner},
+        {tensor, t, alone, "tokens of a sample", t, T}, {sequence, s, alone, "heads", s, m->n_head}, {sequence, s, alone, "tokens of a sample", s, T},
+        {sequence, s, both, "heads", fits ? t * s : 1, m->n_head}, {sequence, s, both, "tokens of a sample", fits ? t * s : 1, T},
+        {RUN_KEY("tensor_parallel_pieces"), pieces, "times the tensor and sequence degrees does not divide", "tokens of a sample", both_fit ? t * s * pieces : 1, T},
     };
     memcpy(rule, all, sizeof all);
 }
@@ -257,6 +260,7 @@ static void config_resolve_parallel(ConfigReader *r) {
     if (m->n_layer && p->pipeline > 1 && m->n_layer < p->pipeline * p->virtual_pipeline)
         config_say_key(r, CONFIG_PROBLEM, "pipeline_model_parallel_size",
                        "x %" PRId64 " chunks is more than the model's %" PRId64 " layers; lower it", p->virtual_pipeline, m->n_layer);
+    if (p->tensor == 1 && c->run.tensor_parallel_pieces > 1) config_say_key(r, CONFIG_NOTICE, RUN_KEY("tensor_parallel_pieces"), "has no effect without tensor_model_parallel_size");
     SplitRule rule[SPLIT_RULES];
     config_split_rules(c, rule);
     for (int i = 0; i < SPLIT_RULES; i++)

@@ -107,7 +107,7 @@ static void collect_logits(Trainer *t, int64_t at, int sp_rank, void *logits) {
 // logits (Vp) of what follows a text of 1..T tokens, by a forward pass; there is room for T tokens in it.
 static void next_logits(Trainer *t, int32_t *text, int64_t length, void *logits) {
     int64_t T = t->cfg->run.seq_len, tp = t->grid.size.tp, sp = t->grid.size.sp;
-    int64_t computed = min_i64(T, round_up(length, round_up(32, tp * sp))), own = computed / sp, row = (length - 1) % own;
+    int64_t computed = min_i64(T, round_up(length, round_up(32, tp * sp * t->model.overlap.pieces))), own = computed / sp, row = (length - 1) % own;
     int64_t first_logits = min_i64(row, own - head_rows(&t->model, own));
     for (int64_t i = length; i < computed; i++) text[i] = 0; // causal attention: nothing before sees them
     for (int c = 0; c < t->pipe.n_chunks; c++) {

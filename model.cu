@@ -339,7 +339,7 @@ typedef enum {
     ACT_LN_1, ACT_LN_1_MEAN, ACT_LN_1_RSTD, ACT_QKV, ACT_ATT, ACT_LSE, ACT_RESIDUAL_2, ACT_LN_2, ACT_LN_2_MEAN, ACT_LN_2_RSTD,
     ACT_FC_PRE, ACT_FC_GELU,
     ACT_LN_F, ACT_LN_F_MEAN, ACT_LN_F_RSTD, ACT_LOGITS, ACT_LOSSES,
-    ACT_NARROW, ACT_WIDE, ACT_GATHERED, ACT_STATISTICS,
+    ACT_NARROW, ACT_WIDE, ACT_GATHERED, ACT_SUMMED, ACT_STATISTICS,
     ACT_DOUT, ACT_DFC, ACT_DRESIDUAL_2, ACT_DQKV,
     ACT_COUNT,
 } ActRole;
@@ -398,7 +398,8 @@ static const ActDesc act_descs[ACT_COUNT] = {
     {"narrow", UNIT_BLOCK, ACT_SCRATCH, ROWS_ALL, WIDTH_C, false, RECOMPUTE_POLICIES, false},   // output of a projection, or a gradient of width C
     {"wide", UNIT_BLOCK, ACT_SCRATCH, ROWS_ALL, WIDTH_WIDE, false, RECOMPUTE_POLICIES, false},  // gradient of qkv, or of the MLP's inner layer
     {"gathered", UNIT_BLOCK, ACT_SCRATCH, ROWS_ALL, WIDTH_C, false, RECOMPUTE_POLICIES, false}, // the tp ranks' rows together; none with one rank
-    {"statistics", UNIT_HEAD, ACT_SCRATCH, ROWS_PIECE, WIDTH_STATISTICS, true, RECOMPUTE_POLICIES, false}, // likewise
+    {"summed", UNIT_BLOCK, ACT_SCRATCH, ROWS_OWN, WIDTH_C, false, RECOMPUTE_POLICIES, false},   // own rows of a sum over them, where it comes in pieces
+    {"statistics", UNIT_HEAD, ACT_SCRATCH, ROWS_PIECE, WIDTH_STATISTICS, true, RECOMPUTE_POLICIES, false}, // of the classifier, of all tp ranks; none with one
     {"dout", UNIT_BLOCK, ACT_PENDING, ROWS_OWN, WIDTH_C, false, RECOMPUTE_POLICIES, false},     // of the block's output
     {"dfc", UNIT_BLOCK, ACT_PENDING, ROWS_ALL, WIDTH_F, false, RECOMPUTE_POLICIES, false},      // of the MLP's inner layer, in `wide` where backward is one
     {"dresidual_2", UNIT_BLOCK, ACT_PENDING, ROWS_OWN, WIDTH_C, false, RECOMPUTE_POLICIES, false}, // of the stream between attention and MLP
@@ -418,6 +419,7 @@ typedef struct {
     bool deterministic;   // gradients are the same bits in every run; kernels that would lose time by it may be told not to
     ParamTable table;
     Group tp, sp;         // ranks that share its matrices, and its sequences; of one rank by default
+    TpOverlap overlap;    // of what the tp ranks exchange with what they compute; one piece by default
     Stream stream;        // where compute runs
     GraphCache *graphs;   // of units' forward and backward; null: their kernels are launched one by one
 } Model;
@@ -468,6 +470,7 @@ static void model_init(Model *m, const ModelConfig *c, ModelPart part, DType dty
     m->tp.size = part.tp;
     m->tp.rank = part.tp_rank;
     m->sp.size = 1;
+    m->overlap.pieces = 1;
     model_build_table(&m->table, c, part);
 }
 
@@ -504,6 +507,7 @@ static Tensor act_tensor(const Model *m, ActRole role, int64_t B, int64_t T, voi
     const DType t = d->is_fp32 ? DTYPE_FP32 : m->dtype;
     const int64_t N = B * T, tp = m->tp.size, sp = m->sp.size, columns = act_columns(m, d->width);
     if ((role == ACT_GATHERED || role == ACT_STATISTICS) && tp == 1) return tensor_none();
+    if (role == ACT_SUMMED && m->overlap.pieces == 1) return tensor_none();
     switch (d->rows) {
     case ROWS_OWN: return columns == 1 ? tensor1(data, t, N / tp) : tensor2(data, t, N / tp, columns);
     case ROWS_ALL: return columns == 1 ? tensor1(data, t, N) : tensor2(data, t, N, columns);
@@ -584,9 +588,61 @@ static int64_t recompute_bytes_per_token(const Model *m, RecomputePolicy policy)
 // Does a block's pass compute this activation? Forward computes all; when backward asks again, only what was not kept.
 static bool block_computes(const Acts *a, ActRole role, bool again) { return !again || act_descs[role].recomputed_from <= a->recompute; }
 
-// All rows of what this rank has its own rows of, until the next one is gathered; this rank's rows of the sum of what all have of all rows.
-static Tensor block_gather(const Model *m, const Acts *a, Tensor rows) { return tp_gather_rows(m->tp, a->act[ACT_GATHERED], rows, m->stream); }
-static Tensor block_scatter(const Model *m, Tensor whole) { return tp_scatter_sum(m->tp, tp_own_rows(m->tp, whole), whole, m->stream); }
+// All rows of what this rank has its own rows of, until the next ones are gathered. They come one piece after the other.
+static Tensor block_gather_begin(const Model *m, const Acts *a, Tensor rows) { return tp_gather_begin(m->tp, &m->overlap, a->act[ACT_GATHERED], rows, m->stream); }
+static void block_gathered(const Model *m) { tp_gathered(&m->overlap, m->overlap.pieces - 1, m->stream); }
+static Tensor block_gather(const Model *m, const Acts *a, Tensor rows) { return tp_gather_rows(m->tp, &m->overlap, a->act[ACT_GATHERED], rows, m->stream); }
+
+// Where this rank's rows of the sum over the ranks of ACT_NARROW come; block_summed: when they are there.
+static Tensor block_sum_rows(const Model *m, const Acts *a) { return m->overlap.pieces == 1 ? tp_own_rows(m->tp, a->act[ACT_NARROW]) : a->act[ACT_SUMMED]; }
+static Tensor block_summed(const Model *m, const Acts *a) {
+    tp_summed(&m->overlap, m->stream);
+    return block_sum_rows(m, a);
+}
+static Tensor block_scatter(const Model *m, const Acts *a) {
+    tp_scatter_sum(m->tp, &m->overlap, block_sum_rows(m, a), a->act[ACT_NARROW], m->stream);
+    return block_sum_rows(m, a);
+}
+
+// The two linear layers of a pair, and the gradients of their inputs. The first is split by its outputs and begins with a gather: a piece is
+// multiplied when it has come. The second is split by its inputs and ends with a sum, which a piece sets out for when it is computed. Backward
+// it is the other way round. With one piece each is one product, and with one rank nothing else.
+
+static void gather_linear(const Model *m, const Acts *a, Tensor out, Tensor rows, Tensor w, Tensor bias, Tensor pre_gelu) {
+    const TpOverlap *o = &m->overlap;
+    const Tensor all = block_gather_begin(m, a, rows);
+    for (int j = 0; j < o->pieces; j++) {
+        tp_gathered(o, j, m->stream);
+        linear_forward(tp_piece(o, out, j), tp_piece(o, all, j), w, bias, tensor_none(), tp_piece(o, pre_gelu, j), m->stream);
+    }
+}
+
+// Through ACT_NARROW: block_summed has the sum.
+static void linear_scatter(const Model *m, const Acts *a, Tensor inp, Tensor w) {
+    const TpOverlap *o = &m->overlap;
+    for (int j = 0; j < o->pieces; j++) {
+        linear_forward(tp_piece(o, a->act[ACT_NARROW], j), tp_piece(o, inp, j), w, tensor_none(), tensor_none(), tensor_none(), m->stream);
+        tp_scatter_begin(m->tp, o, block_sum_rows(m, a), a->act[ACT_NARROW], j, m->stream);
+    }
+}
+
+// Likewise.
+static void gather_linear_backward(const Model *m, const Acts *a, Tensor dout, Tensor w) {
+    const TpOverlap *o = &m->overlap;
+    for (int j = 0; j < o->pieces; j++) {
+        linear_backward_input(tp_piece(o, a->act[ACT_NARROW], j), tensor_none(), tp_piece(o, dout, j), w, tensor_none(), false, m->stream);
+        tp_scatter_begin(m->tp, o, block_sum_rows(m, a), a->act[ACT_NARROW], j, m->stream);
+    }
+}
+
+// dout: all rows, from block_gather_begin.
+static void linear_scatter_backward(const Model *m, Tensor dinp, Tensor sum_dinp, Tensor dout, Tensor w, Tensor pre_gelu, bool accumulate) {
+    const TpOverlap *o = &m->overlap;
+    for (int j = 0; j < o->pieces; j++) {
+        tp_gathered(o, j, m->stream);
+        linear_backward_input(tp_piece(o, dinp, j), sum_dinp, tp_piece(o, dout, j), w, tp_piece(o, pre_gelu, j), accumulate || j > 0, m->stream);
+    }
+}
 
 // Heads that attention sees here.
 static int block_heads(const Model *m) { return (int)(m->NH / m->tp.size / m->sp.size); }
@@ -608,26 +664,26 @@ static void block_calls(const Model *m, const Weights *w, const Acts *a, bool ag
     if (block_computes(a, ACT_LN_1, again)) layernorm_forward(act[ACT_LN_1], act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], a->x_in, w->t[BLOCK_LN_1_W], w->t[BLOCK_LN_1_B], eps, s);
     if (block_computes(a, ACT_QKV, again)) {
         Tensor rows = m->sp.size > 1 ? act_view(act[ACT_WIDE], 3 * m->C / m->tp.size, 0) : act[ACT_QKV];
-        linear_forward(rows, block_gather(m, a, act[ACT_LN_1]), w->t[BLOCK_QKV_W], w->t[BLOCK_QKV_B], none, none, s);
+        gather_linear(m, a, rows, act[ACT_LN_1], w->t[BLOCK_QKV_W], w->t[BLOCK_QKV_B], none);
         seq_to_heads(m->sp, act[ACT_QKV], rows, a->B, 3, rows, s);
     }
     if (block_computes(a, ACT_ATT, again)) attention_forward(act[ACT_ATT], act[ACT_LSE], act[ACT_QKV], block_heads(m), m->c.attention_window_size, s);
     if (block_computes(a, ACT_RESIDUAL_2, again)) {
-        linear_forward(act[ACT_NARROW], block_attention_rows(m, a), w->t[BLOCK_PROJ_W], none, none, none, s); // the norm adds the bias
-        residual_layernorm_forward(act[ACT_RESIDUAL_2], act[ACT_LN_2], mean, rstd, a->x_in, block_scatter(m, act[ACT_NARROW]), w->t[BLOCK_PROJ_B], w->t[BLOCK_LN_2_W],
+        linear_scatter(m, a, block_attention_rows(m, a), w->t[BLOCK_PROJ_W]); // the norm adds the bias
+        residual_layernorm_forward(act[ACT_RESIDUAL_2], act[ACT_LN_2], mean, rstd, a->x_in, block_summed(m, a), w->t[BLOCK_PROJ_B], w->t[BLOCK_LN_2_W],
                                    w->t[BLOCK_LN_2_B], eps, s);
     } else if (block_computes(a, ACT_LN_2, again)) // the sum is there, and its norm has the same bits
         layernorm_forward(act[ACT_LN_2], mean, rstd, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W], w->t[BLOCK_LN_2_B], eps, s);
     Tensor inner = m->gelu_apart ? act[ACT_FC_PRE] : act[ACT_FC_GELU];
     if (block_computes(a, ACT_FC_PRE, again))
-        linear_forward(inner, block_gather(m, a, act[ACT_LN_2]), w->t[BLOCK_FC_W], w->t[BLOCK_FC_B], none, m->gelu_apart ? none : act[ACT_FC_PRE], s);
+        gather_linear(m, a, inner, act[ACT_LN_2], w->t[BLOCK_FC_W], w->t[BLOCK_FC_B], m->gelu_apart ? none : act[ACT_FC_PRE]);
     if (m->gelu_apart && block_computes(a, ACT_FC_GELU, again)) gelu_forward(act[ACT_FC_GELU], act[ACT_FC_PRE], s);
     if (again) return; // backward does not need what leaves the block
     // The last residual sum rides in the matrix product, since the next norm belongs to another unit; but a product of summands has to be added up first.
     if (m->tp.size == 1) linear_forward(a->x_out, act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W], w->t[BLOCK_FCPROJ_B], act[ACT_RESIDUAL_2], none, s);
     else {
-        linear_forward(act[ACT_NARROW], act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W], none, none, none, s);
-        residual_forward(a->x_out, act[ACT_RESIDUAL_2], block_scatter(m, act[ACT_NARROW]), w->t[BLOCK_FCPROJ_B], s);
+        linear_scatter(m, a, act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W]);
+        residual_forward(a->x_out, act[ACT_RESIDUAL_2], block_summed(m, a), w->t[BLOCK_FCPROJ_B], s);
     }
 }
 
@@ -671,7 +727,7 @@ static TokenBatch acts_tokens(const Model *m, const Acts *a) { return {a->tokens
 
 static void embed_forward(const Model *m, const Weights *w, const Acts *a) {
     const TokenBatch b = acts_tokens(m, a);
-    tp_embedding_forward(m->tp, a->x_out, &b, w->t[EMBED_WTE], w->t[EMBED_WPE], a->act[ACT_NARROW], m->stream);
+    tp_embedding_forward(m->tp, &m->overlap, a->x_out, &b, w->t[EMBED_WTE], w->t[EMBED_WPE], a->act[ACT_NARROW], m->stream);
 }
 
 static void unit_launch_forward(const Model *m, int unit, const Weights *w, const Acts *a) {
@@ -699,7 +755,8 @@ static BackwardPhase param_phase(UnitKind unit, int role) {
 // norm at its foot (layernorm_backward with dresidual = dx).
 
 // In two phases the gradients that the second one needs have memory of their own; in one they take turns in scratch, and the stream's is
-// changed in place.
+// changed in place. What the gradients of weights need of other ranks' rows is gathered anew, into the one place for gathered rows, as soon
+// as nobody reads that any more: it comes while the gradient of the input is computed, whose sum travels beside the weights' gradient.
 static void block_backward(const Model *m, const Weights *w, const Grads *g, const Acts *a, BackwardPhase phases) {
     const Tensor *act = a->act;
     const bool input = phases & PHASE_INPUT, weights = phases & PHASE_WEIGHTS, split = phases != PHASE_BOTH;
@@ -714,17 +771,28 @@ static void block_backward(const Model *m, const Weights *w, const Grads *g, con
     }
     if (input) block_calls(m, w, a, true);
     if (input && split) device_copy(dout.data, a->dx.data, tensor_bytes(dout), COPY_ON_DEVICE, s);
-    Tensor all = block_gather(m, a, dout);
-    if (input) linear_backward_input(dfc, g->t[BLOCK_FC_B], all, w->t[BLOCK_FCPROJ_W], act[ACT_FC_PRE], g->accumulate[BLOCK_FC_B], s);
-    if (weights) linear_backward_weight(g->t[BLOCK_FCPROJ_W], none, all, act[ACT_FC_GELU], g->accumulate[BLOCK_FCPROJ_W], s);
-    if (input) linear_backward_input(dnarrow, none, dfc, w->t[BLOCK_FC_W], none, false, s);
-    if (weights) linear_backward_weight(g->t[BLOCK_FC_W], none, dfc, block_gather(m, a, act[ACT_LN_2]), g->accumulate[BLOCK_FC_W], s);
-    if (input) layernorm_backward(dresidual, g->t[BLOCK_LN_2_W], g->t[BLOCK_LN_2_B], g->t[BLOCK_FCPROJ_B], g->t[BLOCK_PROJ_B], block_scatter(m, dnarrow), act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W],
+    Tensor all = block_gather_begin(m, a, dout);
+    if (input) linear_scatter_backward(m, dfc, g->t[BLOCK_FC_B], all, w->t[BLOCK_FCPROJ_W], act[ACT_FC_PRE], g->accumulate[BLOCK_FC_B]);
+    if (weights) {
+        block_gathered(m);
+        linear_backward_weight(g->t[BLOCK_FCPROJ_W], none, all, act[ACT_FC_GELU], g->accumulate[BLOCK_FCPROJ_W], s);
+        all = block_gather_begin(m, a, act[ACT_LN_2]);
+    }
+    if (input) gather_linear_backward(m, a, dfc, w->t[BLOCK_FC_W]);
+    if (weights) {
+        block_gathered(m);
+        linear_backward_weight(g->t[BLOCK_FC_W], none, dfc, all, g->accumulate[BLOCK_FC_W], s);
+    }
+    if (input) layernorm_backward(dresidual, g->t[BLOCK_LN_2_W], g->t[BLOCK_LN_2_B], g->t[BLOCK_FCPROJ_B], g->t[BLOCK_PROJ_B], block_summed(m, a), act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W],
                                   act[ACT_LN_2_MEAN], act[ACT_LN_2_RSTD], dout, g->accumulate[BLOCK_LN_2_W], s);
-    all = block_gather(m, a, dresidual);
+    all = block_gather_begin(m, a, dresidual);
     Tensor datt = m->sp.size > 1 ? act_view(act[ACT_WIDE], C, 2) : act_view(dnarrow, C, 0);
-    if (input) linear_backward_input(datt, none, all, w->t[BLOCK_PROJ_W], none, false, s);
-    if (weights) linear_backward_weight(g->t[BLOCK_PROJ_W], none, all, block_attention_rows(m, a), g->accumulate[BLOCK_PROJ_W], s);
+    if (input) linear_scatter_backward(m, datt, none, all, w->t[BLOCK_PROJ_W], none, false);
+    if (weights) {
+        block_gathered(m);
+        linear_backward_weight(g->t[BLOCK_PROJ_W], none, all, block_attention_rows(m, a), g->accumulate[BLOCK_PROJ_W], s);
+        all = block_gather_begin(m, a, act[ACT_LN_1]);
+    }
     if (input) {
         const Tensor dheads = act_shaped(m->sp.size > 1 ? act[ACT_WIDE] : dqkv, act[ACT_QKV]);
         datt = act_shaped(seq_to_heads(m->sp, act_view(dnarrow, C, 0), datt, a->B, 1, datt, s), act[ACT_ATT]);
@@ -732,10 +800,13 @@ static void block_backward(const Model *m, const Weights *w, const Grads *g, con
         // Nobody reads q, k and v any more: their memory takes their gradient, if it has to move and has no place of its own.
         const Tensor place = m->sp.size > 1 && !split ? act_shaped(act[ACT_QKV], qkv_rows) : dqkv;
         dqkv = act_shaped(heads_to_seq(m->sp, place, dheads, a->B, 3, dheads, s), qkv_rows);
-        linear_backward_input(dnarrow, none, dqkv, w->t[BLOCK_QKV_W], none, false, s);
+        gather_linear_backward(m, a, dqkv, w->t[BLOCK_QKV_W]);
     }
-    if (weights) linear_backward_weight(g->t[BLOCK_QKV_W], g->t[BLOCK_QKV_B], dqkv, block_gather(m, a, act[ACT_LN_1]), g->accumulate[BLOCK_QKV_W], s); // and its bias, since it passes dqkv anyway
-    if (input) layernorm_backward(a->dx, g->t[BLOCK_LN_1_W], g->t[BLOCK_LN_1_B], none, none, block_scatter(m, dnarrow), a->x_in, w->t[BLOCK_LN_1_W],
+    if (weights) {
+        block_gathered(m);
+        linear_backward_weight(g->t[BLOCK_QKV_W], g->t[BLOCK_QKV_B], dqkv, all, g->accumulate[BLOCK_QKV_W], s); // and its bias, since it passes dqkv anyway
+    }
+    if (input) layernorm_backward(a->dx, g->t[BLOCK_LN_1_W], g->t[BLOCK_LN_1_B], none, none, block_summed(m, a), a->x_in, w->t[BLOCK_LN_1_W],
                                   act[ACT_LN_1_MEAN], act[ACT_LN_1_RSTD], dresidual, g->accumulate[BLOCK_LN_1_W], s);
 }
 
@@ -749,13 +820,13 @@ static void head_backward(const Model *m, const Weights *w, const Grads *g, cons
         linear_backward_input(tensor_piece(act[ACT_NARROW], first, n), tensor_none(), dlogits, w->t[HEAD_W], tensor_none(), false, m->stream);
         linear_backward_weight(g->t[HEAD_W], tensor_none(), dlogits, tensor_piece(normalised, first, n), g->accumulate[HEAD_W] || first > 0, m->stream);
     }
-    layernorm_backward(a->dx, g->t[HEAD_LN_F_W], g->t[HEAD_LN_F_B], tensor_none(), tensor_none(), block_scatter(m, act[ACT_NARROW]), a->x_in, w->t[HEAD_LN_F_W],
+    layernorm_backward(a->dx, g->t[HEAD_LN_F_W], g->t[HEAD_LN_F_B], tensor_none(), tensor_none(), block_scatter(m, a), a->x_in, w->t[HEAD_LN_F_W],
                        act[ACT_LN_F_MEAN], act[ACT_LN_F_RSTD], tensor_none(), g->accumulate[HEAD_LN_F_W], m->stream);
 }
 
 static void embed_backward(const Model *m, const Grads *g, const Acts *a) {
     const TokenBatch b = acts_tokens(m, a);
-    tp_embedding_backward(m->tp, g->t[EMBED_WTE], g->t[EMBED_WPE], &b, a->dx, g->accumulate[EMBED_WTE], g->accumulate[EMBED_WPE], a->act[ACT_GATHERED], m->stream);
+    tp_embedding_backward(m->tp, &m->overlap, g->t[EMBED_WTE], g->t[EMBED_WPE], &b, a->dx, g->accumulate[EMBED_WTE], g->accumulate[EMBED_WPE], a->act[ACT_GATHERED], m->stream);
 }
 
 static void unit_launch_backward(const Model *m, int unit, const Weights *w, const Grads *g, const Acts *a, BackwardPhase phases) {

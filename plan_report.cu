@@ -245,7 +245,8 @@ static Proposals proposals_make(const Config *given, double room) {
     Config *c = (Config *)host_alloc(sizeof *c);
     memset(&all, 0, sizeof all);
     all.least.bytes = INFINITY;
-    for (int64_t tensor = 1; tensor <= PLAN_HOST_RANKS; tensor *= 2)
+    for (int64_t tensor = 1; tensor <= PLAN_HOST_RANKS; tensor *= 2) {
+        const int64_t pieces = tensor > 1 ? given->run.tensor_parallel_pieces : 1;
         for (int64_t pipeline = 1; pipeline * tensor * given->parallel.sequence <= given->world; pipeline++)
             for (int64_t micro = given->batch.train_micro_batch_size_per_gpu; micro > 0; micro /= 2) {
                 *c = *given;
@@ -255,13 +256,14 @@ static Proposals proposals_make(const Config *given, double room) {
                 n->data = given->world / (tensor * pipeline * n->sequence);
                 if (pipeline != given->parallel.pipeline) n->virtual_pipeline = interleaved && pipeline > 1 ? 2 : 1;
                 c->batch.train_micro_batch_size_per_gpu = micro;
-                if (given->world % (tensor * pipeline * n->sequence) != 0 || m->n_head % (tensor * n->sequence) != 0 || m->n_inner % tensor != 0 || given->run.seq_len % (tensor * n->sequence) != 0) continue;
+                if (given->world % (tensor * pipeline * n->sequence) != 0 || m->n_head % (tensor * n->sequence) != 0 || m->n_inner % tensor != 0 || given->run.seq_len % (tensor * n->sequence * pieces) != 0) continue;
                 if (m->n_layer < pipeline * pipeline_n_chunks(n->pipeline_schedule, (int)pipeline, (int)n->virtual_pipeline) || !propose_batch(c)) continue;
                 Plan p;
                 plan_open(&p, c);
                 propose_within(&p, c, given, room, &all);
                 plan_close(&p);
             }
+    }
     free(c);
     return all;
 }

@@ -5,7 +5,7 @@
 // and beside each other what is estimated and what was measured).
 //
 //     a micro-batch in a chunk = products + attention + what kernels between them read and write
-//                                + messages of tensor and sequence parallelism, for which the computation waits
+//                                + messages of tensor and sequence parallelism, for which the computation waits, but for what comes in pieces beside it
 //                                + gathers and sums of ZeRO, so far as they do not fit beside the computation
 //     an update                = the micro-batches in the pipeline, its bubble and the wait for its messages included
 //                                + the update of what the rank keeps, and what travels only before the first or after the last micro-batch
@@ -82,6 +82,7 @@ typedef struct {
 typedef struct {
     ChunkCost compute;
     double tensor[2], sequence[2];
+    double beside[2];               // of tensor: all but one of the pieces that rows travel in, while products of the others are computed
     double gathered[2], fetched[2], read[2]; // of weights: sent, before that copied from host memory, and before that read from a file
     double reduced, stored, sent;   // gradients; checkpoints to the host, which come back backward; to the next chunk and as much back
 } ChunkWork;
@@ -184,7 +185,9 @@ static void chunk_add_unit(ChunkWork *w, const StagePlan *s, const ActLayout *l,
     w->compute.weights += c.weights;
     if (layout_shards_grads(&s->zero)) w->reduced += unit_reduced(s, unit);
     for (int pass = 0; pass < 2; pass++) {
-        w->tensor[pass] += tensor_messages(l, kind, pass == 1) * s->stream_bytes * share_sent(n.tp);
+        const double rows = tensor_messages(l, kind, pass == 1) * s->stream_bytes * share_sent(n.tp);
+        w->tensor[pass] += rows;
+        if (kind == UNIT_BLOCK) w->beside[pass] += rows * (1 - 1.0 / s->m->overlap.pieces);
         if (kind == UNIT_HEAD && pass == 1) w->tensor[pass] += 3 * 4 * s->rows * (n.tp - 1); // statistics of the classifier
         w->sequence[pass] += sequence_messages(l, kind, pass == 1) * s->stream_bytes / n.tp * share_sent(n.sp);
         if (!unit_takes_turns(s, unit)) continue;
@@ -275,13 +278,16 @@ typedef struct {
 } PlanTime;
 
 // Messages of so many bytes and seconds, n times, that may travel beside `room` seconds of computation. Returns the seconds that each time takes.
-static double add_messages(PlanTime *t, const Config *cfg, Axis axis, double n, double bytes, double seconds, double room) {
-    const double hidden = cfg->zero.overlap_comm ? fmin(seconds, room) : 0;
+static double add_messages(PlanTime *t, Axis axis, double n, double bytes, double seconds, double room) {
+    const double hidden = fmin(seconds, room);
     const double exposed = seconds - hidden + (hidden > 0 ? HIDDEN_SECONDS * bytes * hidden / seconds : 0);
     t->exposed[axis] += n * exposed;
     t->hidden[axis] += n * hidden;
     return exposed;
 }
+
+// Those of ZeRO have room only if the configuration says so.
+static double zero_room(const Config *cfg, double room) { return cfg->zero.overlap_comm ? room : 0; }
 
 static double total_exposed(const PlanTime *t) {
     double sum = 0;
@@ -297,8 +303,10 @@ static ChunkCost chunk_seconds(const StagePlan *s, const ChunkWork *w, double n,
     double waits[2];
     for (int pass = 0; pass < 2; pass++) {
         const double sent = w->gathered[pass] + (pass ? w->reduced : 0), host = fmax(0, fmax((w->fetched[pass] + w->stored) / RATE_HOST, w->read[pass] / RATE_DISK) - computes[pass]);
-        waits[pass] = host + add_messages(t, p->cfg, AXIS_TENSOR, n, w->tensor[pass], w->tensor[pass] / tensor, 0) + add_messages(t, p->cfg, AXIS_SEQUENCE, n, w->sequence[pass], w->sequence[pass] / sequence, 0) +
-                      add_messages(t, p->cfg, AXIS_DATA, n, sent, sent / zero, computes[pass]);
+        const double alone = w->tensor[pass] - w->beside[pass], beside = w->beside[pass] / tensor;
+        waits[pass] = host + add_messages(t, AXIS_TENSOR, n, alone, alone / tensor, 0) + add_messages(t, AXIS_TENSOR, n, w->beside[pass], beside, computes[pass]) +
+                      add_messages(t, AXIS_SEQUENCE, n, w->sequence[pass], w->sequence[pass] / sequence, 0) +
+                      add_messages(t, AXIS_DATA, n, sent, sent / zero, zero_room(p->cfg, fmax(0, computes[pass] - beside)));
         t->compute += n * computes[pass];
         t->offload += n * host;
     }
@@ -316,10 +324,10 @@ static void stage_ends(const StagePlan *s, double forward, double backward, Plan
     memset(&m, 0, sizeof m);
     moves_once(&m, s);
     for (int u = 0; u < s->m->table.n_units; u++) *(s->zero.unit[u].update_on_host ? &on_host : &on_device) += (double)s->zero.unit[u].update_numel;
-    add_messages(t, cfg, AXIS_DATA, 1, m.bytes[MOVE_GRADIENTS], m.bytes[MOVE_GRADIENTS] / zero, backward);
-    add_messages(t, cfg, AXIS_DATA, 1, m.bytes[MOVE_WEIGHTS], m.bytes[MOVE_WEIGHTS] / zero, forward);
-    add_messages(t, cfg, AXIS_TENSOR, 1, m.bytes[MOVE_TENSOR_GRADIENTS], m.bytes[MOVE_TENSOR_GRADIENTS] / link_rate(1, p->size.tp), 0);
-    add_messages(t, cfg, AXIS_PIPELINE, 1, m.bytes[MOVE_TIED], m.bytes[MOVE_TIED] / link_rate(p->size.tp * s->zero.ranks, p->size.pp), 0);
+    add_messages(t, AXIS_DATA, 1, m.bytes[MOVE_GRADIENTS], m.bytes[MOVE_GRADIENTS] / zero, zero_room(cfg, backward));
+    add_messages(t, AXIS_DATA, 1, m.bytes[MOVE_WEIGHTS], m.bytes[MOVE_WEIGHTS] / zero, zero_room(cfg, forward));
+    add_messages(t, AXIS_TENSOR, 1, m.bytes[MOVE_TENSOR_GRADIENTS], m.bytes[MOVE_TENSOR_GRADIENTS] / link_rate(1, p->size.tp), 0);
+    add_messages(t, AXIS_PIPELINE, 1, m.bytes[MOVE_TIED], m.bytes[MOVE_TIED] / link_rate(p->size.tp * s->zero.ranks, p->size.pp), 0);
     t->update += on_device * (2 * grad + 2 * element + 2 * master + 8 * s->zero.n_states) / RATE_UPDATE; // the norm reads the gradient, too
     double host = on_host / RATE_CPU_PARAMETERS, disk = m.bytes[MOVE_DISK] / RATE_DISK;
     t->offload += fmax(0, (s->zero.opt.offload_filing.pipeline_read && s->zero.opt.offload_filing.pipeline_write ? fmax(host, disk) : host + disk) - forward);

@@ -34,7 +34,7 @@ static void resolve_model(Config *cfg) {
     config_split_rules(cfg, rule);
     for (int i = 0; i < SPLIT_RULES; i++)
         if (rule[i].size % rule[i].degree != 0)
-            die_alike(EXIT_CONFIG, "%s = %" PRId64 ": %s the model's %" PRId64 " %s; choose a divisor", rule[i].key, rule[i].key[0] == 't' ? cfg->parallel.tensor : cfg->parallel.sequence, rule[i].verb, rule[i].size, rule[i].what);
+            die_alike(EXIT_CONFIG, "%s = %" PRId64 ": %s the model's %" PRId64 " %s; choose a divisor", rule[i].key, rule[i].value, rule[i].verb, rule[i].size, rule[i].what);
     const ParallelConfig *p = &cfg->parallel;
     if (m->n_layer < p->pipeline * p->virtual_pipeline)
         die_alike(EXIT_CONFIG, "pipeline_model_parallel_size = %" PRId64 ": x %" PRId64 " chunk%s is more than the model's %" PRId64 " layers; lower it", p->pipeline, p->virtual_pipeline, p->virtual_pipeline == 1 ? "" : "s", m->n_layer);
@@ -102,6 +102,9 @@ static int *plan_unit_stages(const Pipeline *p) {
 
 // The part of the model that a rank of the grid holds. stage: see plan_unit_stages.
 static ModelPart plan_part(ProcessGrid grid, const int *stage) { return {grid.size.tp, grid.coord.tp, grid.coord.pp, stage}; }
+
+// In how many pieces rows travel between the ranks of tensor parallelism.
+static int plan_pieces(const Config *cfg, GridAxes size) { return size.tp == 1 ? 1 : (int)cfg->run.tensor_parallel_pieces; }
 
 // The layouts of the activations of a stage's chunks. To evaluate or to sample, one micro-batch at a time is enough.
 static void plan_acts(const Config *cfg, const Model *m, const Pipeline *p, int64_t B, bool with_backward, ActLayout *layout) {
@@ -235,6 +238,7 @@ static void plan_open(Plan *p, const Config *cfg) {
     for (int s = 0; s < p->size.pp; s++) {
         model_init(&p->model[s], &cfg->model, plan_part(plan_stage_grid(p, s), p->stage), cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, NULL);
         p->model[s].sp.size = p->size.sp;
+        p->model[s].overlap.pieces = plan_pieces(cfg, p->size);
     }
     plan_shard(p);
 }

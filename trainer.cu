@@ -476,9 +476,11 @@ static void trainer_print_start(const Trainer *t) {
     print_table_row("precision", "%s weights and activations, fp32 masters%s and optimizer states%s", dtype_name(t->model.dtype), t->model.dtype == DTYPE_BF16 ? " (weight + 16 bits)" : "",
                     !cfg->fp16.enabled ? "" : t->opt.scaler.dynamic ? ", dynamic loss scale" : ", static loss scale");
     const GridAxes *axes = &t->grid.size;
+    char pieces[64] = "";
+    if (t->model.overlap.pieces > 1) snprintf(pieces, sizeof pieces, "; rows travel in %d pieces (run.tensor_parallel_pieces)", t->model.overlap.pieces);
     if (axes->tp * axes->sp > 1)
-        print_table_row("parallelism", "data %d x sequence %d x tensor %d: %" PRId64 " of %" PRId64 " heads, %" PRId64 " of %" PRId64 " inner channels, %" PRId64 " of %" PRId64 " tokens of a sample a rank%s", axes->dp, axes->sp, axes->tp,
-                        m->n_head / axes->tp, m->n_head, m->n_inner / axes->tp, m->n_inner, cfg->run.seq_len / axes->sp, cfg->run.seq_len, cfg->run.cuda_graphs ? "; no graphs (run.cuda_graphs): ranks talk inside units" : "");
+        print_table_row("parallelism", "data %d x sequence %d x tensor %d: %" PRId64 " of %" PRId64 " heads, %" PRId64 " of %" PRId64 " inner channels, %" PRId64 " of %" PRId64 " tokens of a sample a rank%s%s", axes->dp, axes->sp, axes->tp,
+                        m->n_head / axes->tp, m->n_head, m->n_inner / axes->tp, m->n_inner, cfg->run.seq_len / axes->sp, cfg->run.seq_len, pieces, cfg->run.cuda_graphs ? "; no graphs (run.cuda_graphs): ranks talk inside units" : "");
     if (!trainer_only_reads(cfg)) {
         print_table_row("batch", "%" PRId64 " samples of %" PRId64 " tokens an update = %" PRId64 " micro-batches of %" PRId64, cfg->batch.train_batch_size, cfg->run.seq_len,
                         cfg->batch.gradient_accumulation_steps, cfg->batch.train_micro_batch_size_per_gpu);
@@ -626,6 +628,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     model_init(&t->model, &cfg->model, plan_part(grid, stage), cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, t->stream);
     t->model.tp = t->groups.tp;
     t->model.sp = t->groups.sp;
+    tp_overlap_init(&t->model.overlap, plan_pieces(cfg, grid.size));
     free(stage);
     int graphs = 0;
     for (int c = 0; c < t->pipe.n_chunks; c++) graphs += GRAPHS_PER_UNIT * t->pipe.n_slots[c] * t->model.table.n_units / grid.size.pp;
@@ -719,6 +722,7 @@ static void trainer_free(Trainer *t) {
     links_free(&t->links);
     pipeline_free(&t->pipe);
     graphs_free(t->model.graphs);
+    tp_overlap_free(&t->model.overlap);
     model_free(&t->model);
     free(t->train_uses);
     free(t->eval_uses);

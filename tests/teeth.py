@@ -112,7 +112,7 @@ BUGS = [
      "whoever waits for one transfer takes the end of another for it"),
     ("kernels/cpu/layernorm.cpp", "ds[c] += (double)d;", "ds[c] += (double)r;", "kernels/cpu_layernorm_backward",
      "the sum of what a norm's backward writes leaves out the norm's own share"),
-    ("model.cu", "g->t[BLOCK_FCPROJ_B], g->t[BLOCK_PROJ_B], block_scatter", "g->t[BLOCK_PROJ_B], g->t[BLOCK_FCPROJ_B], block_scatter", "golden",
+    ("model.cu", "g->t[BLOCK_FCPROJ_B], g->t[BLOCK_PROJ_B], block_summed", "g->t[BLOCK_PROJ_B], g->t[BLOCK_FCPROJ_B], block_summed", "golden",
      "two biases exchange their gradients"),
     ("kernels/cpu/reduce.cpp", "accumulate || k > 0, block_sum_squares", "accumulate, block_sum_squares", "kernels/cpu_sum_squares",
      "the norm is that of the last unit"),
@@ -228,7 +228,7 @@ BUGS = [
      "what does not fit is proposed"),
     ("plan_time.cu", "(n - plan_micro_batches(cfg)) * slowest,", "0,", "plan/bubbles",
      "micro-batches that are not simulated take no time"),
-    ("tensor_parallel.cu", "    comm_reduce_scatter(tp, rows.data, whole.data, tensor_numel(rows), rows.dtype, s);\n", "", "tensor/against one rank, accumulation, not tied@2",
+    ("tensor_parallel.cu", "    comm_reduce_scatter(tp, own.data, tp_piece(o, whole, j).data, tensor_numel(own), own.dtype, s);\n", "", "tensor/against one rank, accumulation, not tied@2",
      "each rank takes its own summand for the sum"),
     ("zero.cu", "if (z->tp_group.size > 1 && tensor_numel(same) > 0) comm_all_reduce(z->tp_group,", "if (false) comm_all_reduce(z->tp_group,", "tensor/against one rank, accumulation, not tied@2",
      "gradients of what all tensor-parallel ranks hold are not added up"),
@@ -246,6 +246,14 @@ BUGS = [
      "messages on one channel overtake each other"),
     ("plan_time.cu", "* n / plan_micro_batches(p->cfg);", "* (n > 0);", "plan/messages between stages",
      "micro-batches that are not simulated wait for no message"),
+    ("tensor_parallel.cu", "    if (o->stream) stream_wait_event(s, o->gathered[j]);", "    (void)o, (void)j, (void)s;", "tensor/pieces change no bit of a product@2",
+     "a product reads a piece that has not come"),
+    ("tensor_parallel.cu", "    if (o->stream) stream_wait_event(s, o->summed);", "    (void)o, (void)s;", "tensor/pieces change no bit of a product@2",
+     "a norm reads a sum that is still under way"),
+    ("tensor_parallel.cu", "    stream_wait_event(o->stream, o->computed);", "", "tensor/pieces change no bit of a product@2",
+     "a piece is sent before it is computed"),
+    ("tensor_parallel.cu", "return (j * tp.size + tp.rank) * rows;", "return (j + tp.rank) * rows;", "tensor/pieces change no bit of a product@2",
+     "pieces of a rank's rows are looked for one behind the other"),
 ]
 
 

@@ -1,25 +1,26 @@
 // test_combinations.h - the same training under every layout: tensor, pipeline, sequence and data parallelism with every schedule, ZeRO
-// stage, recomputation, offload, accumulation and type, against one rank. Run with mpirun -n 2, 4 or 8 ./test_gpt combinations.
+// stage, recomputation, offload, accumulation, type and pieces of rows, against one rank. Run with mpirun -n 2, 4 or 8 ./test_gpt combinations.
 //
 // All combinations would take hours. What breaks is nearly always the meeting of two of them (Kuhn et al. 2004), so the rows cover
 // every pair of values that some legal combination has: a greedy choice out of all legal ones, the same on all ranks.
 #pragma once
 #include "test_parallel.h"
 
-enum { COMBINATION_UPDATES = 4, COMBINATION_SAMPLES = 32, COMBINATION_FACTORS = 8, COMBINATION_LEVELS = 24 };
+enum { COMBINATION_UPDATES = 4, COMBINATION_SAMPLES = 32, COMBINATION_FACTORS = 9, COMBINATION_LEVELS = 24 };
 
 // A combination: one level of each factor.
 typedef struct {
     int level[COMBINATION_FACTORS];
 } Combination;
 
-enum { FACTOR_AXES, FACTOR_SCHEDULE, FACTOR_STAGE, FACTOR_RECOMPUTE, FACTOR_OFFLOAD, FACTOR_ACCUMULATION, FACTOR_DTYPE, FACTOR_TIED };
+enum { FACTOR_AXES, FACTOR_SCHEDULE, FACTOR_STAGE, FACTOR_RECOMPUTE, FACTOR_OFFLOAD, FACTOR_ACCUMULATION, FACTOR_DTYPE, FACTOR_TIED, FACTOR_PIECES };
 
 static const PipelineSchedule combination_schedules[] = {PIPELINE_1F1B, PIPELINE_GPIPE, PIPELINE_INTERLEAVED, PIPELINE_ZB_H1, PIPELINE_ZB_V};
 static const char *const combination_schedule_names[] = {"1F1B", "GPipe", "Interleaved", "ZB-H1", "ZB-V"};
 static const RecomputePolicy combination_policies[] = {RECOMPUTE_NONE, RECOMPUTE_FFN, RECOMPUTE_BLOCK};
 static const char *const combination_offloads[] = {"none", "optimizer", "optimizer and weights"};
 static const int64_t combination_accumulations[] = {4, 8};
+static const int64_t combination_pieces[] = {1, 2, 4};
 static const DType combination_dtypes[] = {DTYPE_FP32, DTYPE_BF16};
 
 // The ways to share a world out over the axes, as far as heads and layers of the model below allow.
@@ -39,6 +40,7 @@ static bool combination_is_legal(const Combination *l, const GridAxes *axes) {
     GridAxes a = axes[l->level[FACTOR_AXES]];
     int stage = l->level[FACTOR_STAGE], offload = l->level[FACTOR_OFFLOAD];
     if (a.pp == 1 && l->level[FACTOR_SCHEDULE] != 0) return false; // there is one program then
+    if (a.tp == 1 && l->level[FACTOR_PIECES] != 0) return false; // nothing travels
     if (offload > 0 && stage < (offload == 1 ? 1 : 3)) return false;
     return COMBINATION_SAMPLES % (a.dp * combination_accumulations[l->level[FACTOR_ACCUMULATION]]) == 0;
 }
@@ -46,7 +48,7 @@ static bool combination_is_legal(const Combination *l, const GridAxes *axes) {
 // Chooses rows until every pair of levels that a legal row has is in one of them. The caller frees the rows.
 static Combination *combination_choose(int world, int *n_rows) {
     GridAxes axes[COMBINATION_LEVELS];
-    const int levels[COMBINATION_FACTORS] = {combination_axes(world, axes), 5, 4, 3, 3, 2, 2, 2};
+    const int levels[COMBINATION_FACTORS] = {combination_axes(world, axes), 5, 4, 3, 3, 2, 2, 2, 3};
     static bool wanted[COMBINATION_FACTORS][COMBINATION_FACTORS][COMBINATION_LEVELS][COMBINATION_LEVELS];
     memset(wanted, 0, sizeof wanted);
     int all = 1, n_legal = 0;
@@ -101,6 +103,7 @@ static Config *combination_config(const Combination *l, GridAxes a) {
     c->parallel.tensor = a.tp, c->parallel.pipeline = a.pp, c->parallel.sequence = a.sp, c->parallel.data = a.dp;
     c->parallel.pipeline_schedule = schedule;
     c->parallel.virtual_pipeline = a.pp > 1 && (c->parallel.pipeline_schedule == PIPELINE_INTERLEAVED || c->parallel.pipeline_schedule == PIPELINE_ZB_V) ? 2 : 1;
+    c->run.tensor_parallel_pieces = combination_pieces[l->level[FACTOR_PIECES]];
     config_set_dtype(c, combination_dtypes[l->level[FACTOR_DTYPE]]);
     c->zero.communication_data_type = c->dtype;
     return c;
@@ -143,10 +146,10 @@ static Config *combination_reference(const Config *c) {
 }
 
 static void combination_row(Test *t, const Combination *l, GridAxes a) {
-    char what[200];
+    char what[220];
     Config *c = combination_config(l, a), *one = combination_reference(c);
-    snprintf(what, sizeof what, "tp %d, pp %d, sp %d, dp %d, %s, stage %d, recompute %s, offload %s, accumulation %" PRId64 ", %s, %s", a.tp, a.pp, a.sp, a.dp, combination_schedule_names[l->level[FACTOR_SCHEDULE]],
-             l->level[FACTOR_STAGE], recompute_names[c->activation_checkpointing.policy], combination_offloads[l->level[FACTOR_OFFLOAD]], c->batch.gradient_accumulation_steps, dtype_name(c->dtype), l->level[FACTOR_TIED] ? "tied" : "untied");
+    snprintf(what, sizeof what, "tp %d, pp %d, sp %d, dp %d, %s, stage %d, recompute %s, offload %s, accumulation %" PRId64 ", %s, %s, %" PRId64 " pieces", a.tp, a.pp, a.sp, a.dp, combination_schedule_names[l->level[FACTOR_SCHEDULE]],
+             l->level[FACTOR_STAGE], recompute_names[c->activation_checkpointing.policy], combination_offloads[l->level[FACTOR_OFFLOAD]], c->batch.gradient_accumulation_steps, dtype_name(c->dtype), l->level[FACTOR_TIED] ? "tied" : "untied", c->run.tensor_parallel_pieces);
     StepStats got[COMBINATION_UPDATES], want[COMBINATION_UPDATES];
     double val, want_val;
     int64_t n, want_n;

@@ -53,6 +53,7 @@ static Config *tiny_config(void) {
     c->bf16.check_grad_overflow = true;
     c->run.seq_len = 24;
     c->run.logits_bytes = 1 << 30;
+    c->run.tensor_parallel_pieces = 1;
     c->run.cuda_graphs = true;
     c->run.seed = 7;
     c->run.steps = 10;

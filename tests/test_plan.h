@@ -96,6 +96,7 @@ static void test_split_planned(Test *t) {
             c->zero.reduce_scatter = true;
             c->activation_checkpointing.policy = (RecomputePolicy)min_i64(policy, RECOMPUTE_BLOCK);
             if (policy == RECOMPUTE_GELU) c->run.gelu_apart = true;
+            c->run.tensor_parallel_pieces = legal_pieces(c, &g, 1 + policy % 2);
             if (policy == RECOMPUTE_POLICIES) c->activation_checkpointing.number_checkpoints = 2;
             expect_moves_as_planned(t, grid_text(what, &g, recompute_names[c->activation_checkpointing.policy]), c, g.size);
             free(c);
@@ -264,6 +265,26 @@ static void test_plan_measured(Test *t) {
     }
 }
 
+// Of the rows that blocks of tensor parallelism exchange, all but one of the pieces travel beside the products, at the price of a hidden byte: 10 messages a
+// block, each as long as the residual stream, of which half is sent with two ranks.
+static void test_plan_pieces(Test *t) {
+    const double rows = 12.0 * 10 * 64 * 1024 * 768 * 2 / 2, price = 1 / RATE_NVLINK - HIDDEN_SECONDS;
+    double seconds[5];
+    for (int pieces = 1; pieces <= 4; pieces++) {
+        char overrides[400];
+        Config *c;
+        snprintf(overrides, sizeof overrides, SMALL "|train_micro_batch_size_per_gpu=64|tensor_model_parallel_size=2|run.tensor_parallel_pieces=%d", pieces == 3 ? 8 : pieces);
+        Plan p = plan_of(t, overrides, 2, &c);
+        PlanTime time = plan_time(&p);
+        seconds[pieces] = time.exposed[AXIS_TENSOR];
+        const double hidden = rows * (1 - 1.0 / (double)c->run.tensor_parallel_pieces);
+        expect_near(t, overrides, seconds[1] - seconds[pieces], hidden * price, 1e-9);
+        expect_near(t, overrides, time.hidden[AXIS_TENSOR], hidden / RATE_NVLINK, 1e-9);
+        plan_end(&p, c);
+    }
+    expect_true(t, seconds[3] < seconds[4] && seconds[4] < seconds[2] && seconds[2] < seconds[1], "more pieces do not take less: %g, %g, %g, %g s", seconds[1], seconds[2], seconds[4], seconds[3]);
+}
+
 // The bubble of even stages is what the schedules' formulas say; more micro-batches than are simulated count as they would.
 static void test_plan_bubble(Test *t) {
     static const struct { const char *schedule; int chunks; } row[] = {{"1F1B", 1}, {"GPipe", 1}, {"Interleaved", 2}};
@@ -411,5 +432,5 @@ static void test_proposals(Test *t) {
 }
 
 static const TestRow plan_tests[] = {
-    {"bytes of a run", test_moves}, {"split by tensors and sequences", test_split_planned}, {"stages of a run", test_stages_planned}, {"ladder of a run", test_ladder}, {"10 and 30 billion on 8", test_plan_eight}, {"175 billion on 64", test_plan_settings_guide}, {"measured updates", test_plan_measured}, {"bubbles", test_plan_bubble}, {"messages by axis", test_plan_axes}, {"messages between stages", test_plan_pipeline_messages}, {"limit of a search", test_plan_limit}, {"proposals", test_proposals}, {NULL, NULL},
+    {"bytes of a run", test_moves}, {"split by tensors and sequences", test_split_planned}, {"stages of a run", test_stages_planned}, {"ladder of a run", test_ladder}, {"10 and 30 billion on 8", test_plan_eight}, {"175 billion on 64", test_plan_settings_guide}, {"measured updates", test_plan_measured}, {"rows in pieces", test_plan_pieces}, {"bubbles", test_plan_bubble}, {"messages by axis", test_plan_axes}, {"messages between stages", test_plan_pipeline_messages}, {"limit of a search", test_plan_limit}, {"proposals", test_proposals}, {NULL, NULL},
 };

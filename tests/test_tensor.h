@@ -2,7 +2,7 @@
 // mpirun -n 2, 3, 4, 6 or 8 ./test_gpt tensor: every way to cut so many ranks into data x sequence x tensor is tried.
 //
 // Sums of products are cut in other places than on one rank, so that bits differ (class B): in fp32 losses and norms agree to 1e-5
-// over 20 updates. Within one grid what only moves data changes no bit (class A): recomputation, and stages of ZeRO as elsewhere.
+// over 20 updates. Within one grid what only moves data changes no bit (class A): recomputation, and stages of ZeRO as elsewhere; pieces only of matrices.
 #pragma once
 #include "test_parallel.h"
 
@@ -160,6 +160,85 @@ static void test_tensor_recompute(Test *t) {
     }
 }
 
+// The most pieces up to so many that a grid's rows can be cut into.
+static int64_t legal_pieces(const Config *c, const ProcessGrid *g, int64_t most) {
+    while (c->run.seq_len % (g->size.tp * g->size.sp * most) != 0) most--;
+    return g->size.tp == 1 ? 1 : most;
+}
+
+// A run of one update in pieces beside one without, on the same grid. Which rows are summed in which order is another for norms, positions and biases
+// of rows; but of matrices each gradient is one product of all rows in their order, and without clipping what they become has the same bits.
+// In the trace: with pieces as many more collectives, on another stream than the computation's, of as many bytes.
+static int64_t expect_pieces_alike(Test *t, const char *what, const Config *config, ProcessGrid g, int64_t pieces) {
+    Config c = *config;
+    float *weights[2];
+    double losses[2];
+    const int64_t statistics = 3 * g.size.tp * PARALLEL_SAMPLES / g.size.dp * c.run.seq_len / g.size.sp; // numbers that the classifier gathers
+    int64_t n, compared = 0, bytes[2], collectives[2], heads[2];
+    c.optimizer.type = OPTIMIZER_SGD, c.optimizer.lr = 0.1, c.optimizer.momentum = c.optimizer.weight_decay = 0, c.gradient_clipping = 0;
+    for (int k = 0; k < 2; k++) {
+        Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+        c.run.tensor_parallel_pieces = k == 0 ? 1 : pieces;
+        tensor_trainer(trainer, &c, g);
+        trace_begin(false);
+        losses[k] = train_step(trainer).loss;
+        trace_end();
+        bytes[k] = collectives[k] = heads[k] = 0;
+        for (int i = 0; i < trace.n; i++) {
+            const TraceRow *r = &trace.row[i];
+            if (r->group.channel != trainer->groups.tp.channel) continue;
+            if (r->n == statistics && r->stream == trainer->stream) { heads[k]++; continue; }
+            bytes[k] += r->n * dtype_bytes(r->type), collectives[k]++;
+            expect_true(t, (r->stream == trainer->stream) == (k == 0), "%s: a collective of rows, with pieces %d, is on the %s stream", what, k, k == 0 ? "other" : "computation's");
+        }
+        weights[k] = trainer_weights(trainer, &n);
+        const ParamTable *table = &trainer->model.table;
+        for (int64_t i = 0, at = 0; k == 1 && i < table->n_rows; i++) {
+            const ParamDesc *r = &table->row[i];
+            if (r->tied_to >= 0) continue;
+            const float *got = weights[1] + at, *want = weights[0] + at;
+            const bool matrix = r->ndim == 2 && strcmp(r->name, "wpe.weight") != 0;
+            char text[160];
+            snprintf(text, sizeof text, "%s: %s", what, r->name);
+            if (matrix) expect_same_bytes(t, text, got, want, param_numel(r) * 4), compared++;
+            else expect_close_array(t, text, got, want, param_numel(r), 1e-9, c.dtype == DTYPE_FP32 ? 1e-6 : 1e-3);
+            at += param_numel(r);
+        }
+        trainer_free(trainer);
+        free(trainer);
+    }
+    expect_near(t, what, losses[1], losses[0], 1e-12 * losses[0]); // a sum of the same losses
+    expect_equal_i64(t, what, bytes[1], bytes[0]);
+    expect_equal_i64(t, what, collectives[1], pieces * collectives[0]);
+    expect_equal_i64(t, what, heads[1], heads[0]);
+    expect_true(t, collectives[0] > 0, "%s: no rows travelled", what);
+    free(weights[0]);
+    free(weights[1]);
+    return compared;
+}
+
+static void test_tensor_pieces(Test *t) {
+    if (one_rank_only(t)) return;
+    int64_t compared = 0, wanted = 0;
+    for (ProcessGrid g = {}; next_grid(&g);)
+        for (int variant = 0; variant < 8; variant++) {
+            char text[96], what[48];
+            Config *c = tensor_config(1 + variant % 2);
+            const int64_t pieces = g.size.tp == 1 ? 1 : variant % 4 < 2 ? 2 : 8; // of eight none is whole samples
+            config_set_dtype(c, variant < 4 ? DTYPE_FP32 : DTYPE_BF16);
+            c->zero.stage = variant % 4;
+            c->zero.overlap_comm = variant != 5;
+            c->model.tie_word_embeddings = variant % 3 != 0;
+            c->activation_checkpointing.policy = variant % 3 == 1 ? RECOMPUTE_BLOCK : variant % 3 == 2 ? RECOMPUTE_QKV : RECOMPUTE_NONE;
+            c->activation_checkpointing.number_checkpoints = variant % 3 == 1;
+            snprintf(what, sizeof what, "variant %d, %" PRId64 " pieces", variant, pieces);
+            if (pieces > 1) compared += expect_pieces_alike(t, grid_text(text, &g, what), c, g, pieces), wanted += 4 * c->model.n_layer + 2 - c->model.tie_word_embeddings;
+            free(c);
+        }
+    expect_equal_i64(t, "matrices compared", compared, wanted);
+    expect_true(t, wanted > 0, "nothing to compare");
+}
+
 // What else a run may have: the head in pieces, a window, an offloaded optimizer, gradients in other types, small buckets.
 static void test_tensor_combinations(Test *t) {
     if (one_rank_only(t)) return;
@@ -177,6 +256,7 @@ static void test_tensor_combinations(Test *t) {
         for (ProcessGrid g = {}; next_grid(&g);) {
             char text[96], what[32];
             snprintf(what, sizeof what, "variant %d", variant);
+            c->run.tensor_parallel_pieces = legal_pieces(c, &g, 1 + variant % 4);
             TensorRun got = tensor_run(c, g);
             expect_near_runs(t, grid_text(text, &g, what), &got, &one, 1e-5, 1e-5, 1e-5);
             free(got.weights);
@@ -198,6 +278,7 @@ static void test_tensor_logits(Test *t) {
     ProcessGrid g = grid_of_one();
     for (bool first = true; first || next_grid(&g); first = false) {
         if (first) g = grid_of_one();
+        c->run.tensor_parallel_pieces = legal_pieces(c, &g, 3);
         Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
         tensor_trainer(trainer, c, g);
         train_step(trainer);
@@ -228,6 +309,7 @@ static void test_tensor_memory(Test *t) {
         for (int stage = 0; stage < 4; stage++) {
             Config *c = tensor_config(1);
             c->zero.stage = stage;
+            c->run.tensor_parallel_pieces = legal_pieces(c, &g, 1 + stage % 3);
             c->batch.train_micro_batch_size_per_gpu = PARALLEL_SAMPLES / g.size.dp;
             expect_as_planned(t, c, g, true);
             expect_as_planned(t, c, g, false);
@@ -250,7 +332,7 @@ static void test_tensor_memory(Test *t) {
 
 static const TestRow tensor_tests[] = {
     {"against one rank, fp32", test_tensor_fp32}, {"against one rank, accumulation, not tied", test_tensor_accumulation}, {"against one rank, bf16", test_tensor_bf16},
-    {"recomputation changes no bit", test_tensor_recompute}, {"combinations", test_tensor_combinations}, {"logits of a sample", test_tensor_logits},
+    {"recomputation changes no bit", test_tensor_recompute}, {"pieces change no bit of a product", test_tensor_pieces}, {"combinations", test_tensor_combinations}, {"logits of a sample", test_tensor_logits},
     {"memory", test_tensor_memory},
     {NULL, NULL},
 };
