@@ -5,6 +5,7 @@
 # make sanitize       the tests under AddressSanitizer and UndefinedBehaviorSanitizer (CPU backend)
 # make ranks-debug    the tests of several ranks with the checks of a DEBUG build
 # make teeth          planted bugs, each of which the tests must notice
+# make emulate        the memory-bound CUDA kernels, thread by thread on the CPU, under the sanitizers (needs no GPU, no CUDA)
 # make fuzz           every parser under libFuzzer, FUZZ_SECONDS=30 each (needs clang)
 # make sbom           writes which libraries the binary links, and their versions (CycloneDX), into the build folder
 # make install-deps   installs what the targets above need (Debian, Ubuntu)
@@ -190,6 +191,10 @@ sanitize:
 sanitize-run: binaries
 	@GOMP_SPINCOUNT=1000 scripts/test.sh $(BUILD) c cli
 
+emulate:
+	@scripts/setup.sh g++ python3
+	@tests/emulate_cuda.sh
+
 check: binaries
 	@scripts/setup.sh g++ python3 readelf
 	@scripts/check_layers.sh
@@ -213,6 +218,6 @@ clean:
 	rm -rf build train_gpt test_gpt
 
 -include $(wildcard $(BUILD)/*.d)
-.PHONY: ranks-debug teeth all binaries quickstart test sanitize sanitize-run check sbom fuzz install-deps clean FORCE
+.PHONY: emulate ranks-debug teeth all binaries quickstart test sanitize sanitize-run check sbom fuzz install-deps clean FORCE
 # A recipe that failed half-way leaves no target that looks finished.
 .DELETE_ON_ERROR:

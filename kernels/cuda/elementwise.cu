@@ -203,11 +203,11 @@ void cuda::swap_blocks(Tensor out, Tensor inp, Stream stream) {
           "swap_blocks: %" PRId64 " x %" PRId64 " blocks of %" PRId64 " from %" PRId64 " x %" PRId64 " of %" PRId64, out.shape[0], out.shape[1], out.shape[2], n1, n2, inner);
     if (n == 0) return;
     if (block % 16 == 0 && is_aligned(out.data, 16) && is_aligned(inp.data, 16))
-        swap_blocks_kernel<<<element_blocks(n1 * n2 * block / 16, 1), ELEMENT_THREADS, 0, s>>>((uint4 *)out.data, (const uint4 *)inp.data, n1, n2, block / 16);
+        swap_blocks_kernel<uint4><<<element_blocks(n1 * n2 * block / 16, 1), ELEMENT_THREADS, 0, s>>>((uint4 *)out.data, (const uint4 *)inp.data, n1, n2, block / 16);
     else if (dtype_bytes(inp.dtype) == 4)
-        swap_blocks_kernel<<<element_blocks(n, 1), ELEMENT_THREADS, 0, s>>>((uint32_t *)out.data, (const uint32_t *)inp.data, n1, n2, inner);
+        swap_blocks_kernel<uint32_t><<<element_blocks(n, 1), ELEMENT_THREADS, 0, s>>>((uint32_t *)out.data, (const uint32_t *)inp.data, n1, n2, inner);
     else
-        swap_blocks_kernel<<<element_blocks(n, 1), ELEMENT_THREADS, 0, s>>>((uint16_t *)out.data, (const uint16_t *)inp.data, n1, n2, inner);
+        swap_blocks_kernel<uint16_t><<<element_blocks(n, 1), ELEMENT_THREADS, 0, s>>>((uint16_t *)out.data, (const uint16_t *)inp.data, n1, n2, inner);
     launch_check();
 }
 

@@ -163,7 +163,7 @@ template <typename Master, typename Rule>
 static void update_launch_with(Master master, Tensor grad, bool aligned, Rule rule, const UpdateControl *control, Stream stream) {
     const int64_t n = tensor_numel(grad);
     GRAD_SWITCH(grad.dtype, WIDTH_SWITCH(aligned, 4,
-        update_kernel<Master, floatG, W><<<grid_blocks(ceil_div(n, UPDATE_THREADS * W)), UPDATE_THREADS, 0, (cudaStream_t)stream>>>(
+        update_kernel<Master, floatG, W, Rule><<<grid_blocks(ceil_div(n, UPDATE_THREADS * W)), UPDATE_THREADS, 0, (cudaStream_t)stream>>>(
             master, elements<const floatG>(grad), n, control, rule)));
     launch_check();
 }

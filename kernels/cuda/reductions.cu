@@ -175,7 +175,7 @@ void columns_reduce(const Tensor (&out)[COLUMN_SUMS], int n_sums, const float *p
     FLOATX_SWITCH(out[0].dtype, {
         ColumnSums<floatX> to = {};
         for (int k = 0; k < n_sums; k++) to.out[k] = elements<floatX>(out[k]);
-        columns_reduce_kernel<<<blocks, 32 * REDUCE_GROUPS, 0, stream>>>(to, n_sums, partial, n_partials, columns, accumulate);
+        columns_reduce_kernel<floatX><<<blocks, 32 * REDUCE_GROUPS, 0, stream>>>(to, n_sums, partial, n_partials, columns, accumulate);
     });
     launch_check();
 }
