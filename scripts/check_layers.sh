@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 layers='
 9 test_gpt.cu
 8 train_gpt.cu
-7 trainer.cu evaluate.cu inspect.cu
+7 trainer.cu trainer_agree.cu trainer_tell.cu evaluate.cu inspect.cu
 6 checkpoint_format.cu checkpoint_load.cu checkpoint_save.cu checkpoint.cu huggingface.cu huggingface_import.cu huggingface_export.cu planner.cu plan_time.cu plan_report.cu
 5 pipeline.cu optimizer.cu replicas.cu
 4 zero.cu zero_setup.cu zero_tensors.cu offload.cu offload_files.cu acts.cu
@@ -27,7 +27,7 @@ runtime/watch_state.h>runtime/watch.h runtime/watch_state.h>runtime/flight.h run
 runtime/watch_peers.h>runtime/watch_exit.h runtime/watch_progress.h>runtime/watch_state.h
 runtime/star.h>runtime/comm.h runtime/agree.h>runtime/comm.h runtime/groups.h>runtime/comm.h runtime/rendezvous.h>runtime/star.h runtime/dataloader.h>runtime/shards.h
 dsconfig.h>dsconfig_keys.h dsconfig.h>dsconfig_read.h dsconfig.h>dsconfig_rules.h dsconfig.h>dsconfig_command.h checkpoint.cu>checkpoint_format.cu checkpoint.cu>checkpoint_load.cu checkpoint.cu>checkpoint_save.cu
-zero.cu>offload.cu offload.cu>offload_files.cu huggingface.cu>huggingface_import.cu huggingface.cu>huggingface_export.cu zero.cu>zero_setup.cu zero.cu>zero_tensors.cu planner.cu>huggingface.cu plan_time.cu>planner.cu plan_report.cu>plan_time.cu evaluate.cu>trainer.cu model.cu>tensor_parallel.cu
+zero.cu>offload.cu offload.cu>offload_files.cu huggingface.cu>huggingface_import.cu huggingface.cu>huggingface_export.cu zero.cu>zero_setup.cu zero.cu>zero_tensors.cu planner.cu>huggingface.cu plan_time.cu>planner.cu plan_report.cu>plan_time.cu trainer.cu>trainer_agree.cu trainer.cu>trainer_tell.cu evaluate.cu>trainer.cu model.cu>tensor_parallel.cu
 '
 
 declare -A layer_of

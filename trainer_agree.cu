@@ -1,0 +1,213 @@
+// trainer_agree.cu - before anything is set up: signals, descriptors, cores, and whether all ranks, and a checkpoint, mean the same run.
+//
+// A part of trainer.cu, which includes it after its types.
+#pragma once
+
+// ---------------------------------------------------------------------------------------------------------------
+// Signals. A handler sets a flag; the loop looks at it between updates.
+
+static volatile sig_atomic_t stop_signal, save_signal;
+
+static void on_stop_signal(int number) {
+    static time_t first; // wrappers such as timeout(1) signal the process and then its group: that counts once
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (stop_signal && now.tv_sec - first < 2) return;
+    if (!stop_signal) first = now.tv_sec;
+    if (stop_signal) { // the second one does not wait
+        watch_last_words(128 + number, "stopped by a second signal");
+        _exit(128 + number);
+    }
+    stop_signal = number;
+}
+static void on_save_signal(int number) { save_signal = number; }
+
+static void signals_install(void) {
+    struct sigaction stop = {}, save = {}, ignore = {};
+    stop.sa_handler = on_stop_signal;
+    save.sa_handler = on_save_signal;
+    stop.sa_flags = save.sa_flags = SA_RESTART;
+    ignore.sa_handler = SIG_IGN;
+    sigaction(SIGINT, &stop, NULL);
+    sigaction(SIGTERM, &stop, NULL);
+    sigaction(SIGUSR2, &stop, NULL);
+    sigaction(SIGUSR1, &save, NULL);
+    sigaction(SIGPIPE, &ignore, NULL); // a reader that goes away must not end training
+    sigaction(SIGXFSZ, &ignore, NULL); // a write past the limit returns an error instead
+}
+
+// Descriptors 0 to 2 exist, so that no checkpoint becomes descriptor 1 and receives what is printed.
+static void descriptors_ensure(void) {
+    for (int fd = 0; fd < 3; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF && open("/dev/null", O_RDWR) != fd) _exit(EXIT_INTERNAL);
+}
+
+// mpirun ties each rank to one core unless it is told otherwise. That suits the CPU backend, where a rank computes on its
+// core; a rank with a GPU has host work (initial weights, data, checkpoints) for its share of all cores.
+static void cores_take_share(CommWorld world) {
+    if (!KERNELS_ON_GPU || !getenv("OMPI_COMM_WORLD_SIZE")) return;
+    cpu_set_t all;
+    memset(&all, 0xff, sizeof all); // the kernel keeps those that this process may use
+    if (sched_setaffinity(0, sizeof all, &all) != 0 || sched_getaffinity(0, sizeof all, &all) != 0) return;
+    if (!getenv("OMP_NUM_THREADS")) omp_set_num_threads((int)max_i64(1, CPU_COUNT(&all) / world.local_world));
+}
+
+static bool trainer_only_reads(const Config *cfg) { return cfg->generate || cfg->export_dir[0]; }
+
+// Dies on all ranks if a number differs between them.
+static void ranks_agree(double value, const char *otherwise) {
+    double least = value, most = value;
+    comm_host_all_reduce(&least, 1, COMM_MIN);
+    comm_host_all_reduce(&most, 1, COMM_MAX);
+    if (least != most) die_alike(EXIT_CONFIG, "%s", otherwise);
+}
+
+// 52 bits of a hash of a key's effective value; 0 if it has none.
+static double config_value_hash(const Config *cfg, int key) {
+    if (!config_in_table(cfg, key)) return 0;
+    char *value = (char *)host_alloc(CONFIG_SHOWN_MAX);
+    uint64_t hash = text_hash(config_show_field(cfg, &config_keys[key], value, CONFIG_SHOWN_MAX));
+    free(value);
+    return (double)(hash >> 12);
+}
+
+// 52 bits of a hash of the effective configuration.
+static double config_digest(const Config *cfg) {
+    uint64_t hash = 0;
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) hash = rng_mix(hash ^ (uint64_t)config_value_hash(cfg, i));
+    return (double)(hash >> 12);
+}
+
+// The words for a key's value on a rank, which it tells the others.
+static void config_show_told(const void *config, int key, int rank, double value, char text[AGREE_VALUE]) {
+    const Config *cfg = (const Config *)config;
+    snprintf(text, AGREE_VALUE, "without a value");
+    if (value == 0) return;
+    char *shown = (char *)host_alloc(CONFIG_SHOWN_MAX);
+    if (rank == message_rank) snprintf(text, AGREE_VALUE, "%.*s", AGREE_VALUE - 1, config_show_field(cfg, &config_keys[key], shown, CONFIG_SHOWN_MAX));
+    free(shown);
+    comm_host_broadcast(text, AGREE_VALUE, rank);
+}
+
+// Ranks that trained by different settings would wait for each other for ever, or learn something that no file says. All ranks
+// come here; the message names keys, ranks and values.
+static void configurations_agree(const Config *cfg, CommWorld world) {
+    double digest = config_digest(cfg), least = digest, most = digest;
+    comm_host_all_reduce(&least, 1, COMM_MIN);
+    comm_host_all_reduce(&most, 1, COMM_MAX);
+    if (least == most) return;
+    const char *name[CONFIG_KEY_COUNT];
+    double value[CONFIG_KEY_COUNT];
+    char text[AGREE_TEXT];
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) name[i] = config_keys[i].path, value[i] = config_value_hash(cfg, i);
+    double *all = agree_gather(value, CONFIG_KEY_COUNT, world.rank, world.world);
+    agree_describe(text, all, name, CONFIG_KEY_COUNT, world.world, config_show_told, cfg);
+    die_alike(EXIT_CONFIG, "the ranks have different configurations: %s; give all hosts the same file and the same command line", text);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// TrainingState.config_digest: which settings that shape the training a checkpoint was made with, in 64 characters. Numbers stand
+// for themselves, sections as 5 digits of a hash of their lines in the effective table: "1.b64.s1024.o1f3a0..."
+
+enum { DIGEST_TEXT = 512 };
+
+static const struct {
+    char mark;
+    const char *keys; // paths, or beginnings that end in a point, separated by blanks
+    const char *name;
+    bool is_number;
+} digest_parts[] = {
+    {'b', "train_batch_size", "train_batch_size", true},
+    {'a', "gradient_accumulation_steps", "gradient_accumulation_steps", true},
+    {'s', "train_gpt.run.seq_len", "train_gpt.run.seq_len", true},
+    {'o', "optimizer.", "optimizer", false},
+    {'l', "scheduler. train_gpt.run.lr_schedule train_gpt.run.warmup_steps train_gpt.run.total_steps train_gpt.run.final_lr_frac", "learning-rate schedule", false},
+    {'c', "gradient_clipping", "gradient_clipping", false},
+    {'p', "fp16. bf16. communication_data_type data_types.grad_accum_dtype gradient_predivide_factor prescale_gradients", "precision (fp16, bf16, types and factors of gradients)", false},
+    {'w', "sequence_parallel.attention_window_size", "attention window", false},
+    {'d', "train_gpt.data.shuffle dataloader_drop_last", "order of the data (shuffle, dataloader_drop_last)", false},
+};
+enum { DIGEST_PARTS = sizeof digest_parts / sizeof *digest_parts };
+
+static bool digest_has(const char *keys, const char *path) {
+    for (const char *k = keys; *k; k += strcspn(k, " "), k += *k == ' ') {
+        size_t n = strcspn(k, " ");
+        if (strncmp(path, k, n) == 0 && (path[n] == 0 || k[n - 1] == '.')) return true;
+    }
+    return false;
+}
+
+static void digest_part(const Config *cfg, int part, char text[16]) {
+    char *value = (char *)host_alloc(CONFIG_SHOWN_MAX);
+    uint64_t hash = 0;
+    value[0] = 0;
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
+        if (!config_in_table(cfg, i) || !digest_has(digest_parts[part].keys, config_keys[i].path)) continue;
+        config_show_field(cfg, &config_keys[i], value, CONFIG_SHOWN_MAX);
+        hash = rng_mix(hash ^ text_hash(config_keys[i].path) ^ rng_mix(text_hash(value)));
+    }
+    if (digest_parts[part].is_number && strlen(value) < 6) snprintf(text, 16, "%.15s", value);
+    else snprintf(text, 16, "%05x", (unsigned)(hash >> 44));
+    free(value);
+}
+
+static void digest_write(const Config *cfg, char digest[65]) {
+    char part[16];
+    int n = snprintf(digest, 65, "1");
+    for (int i = 0; i < DIGEST_PARTS; i++) {
+        digest_part(cfg, i, part);
+        n += snprintf(digest + n, (size_t)(65 - n), ".%c%s", digest_parts[i].mark, part);
+    }
+    CHECK(n < 65, "a digest of %d characters", n);
+}
+
+// What a checkpoint with this digest was trained with, where it is something else: "train_batch_size 64 (now 32), another optimizer".
+// Returns how many parts differ; 0 for a digest of another kind.
+static int digest_compare(const Config *cfg, const char *digest, char text[DIGEST_TEXT]) {
+    int differ = 0, n = 0;
+    text[0] = 0;
+    if (strncmp(digest, "1.", 2) != 0) return 0;
+    for (int i = 0; i < DIGEST_PARTS; i++) {
+        char now[16], mark[3] = {'.', digest_parts[i].mark, 0};
+        const char *then = strstr(digest, mark);
+        if (!then) continue;
+        then += 2;
+        int length = (int)strcspn(then, ".");
+        digest_part(cfg, i, now);
+        if (strlen(now) == (size_t)length && strncmp(now, then, (size_t)length) == 0) continue;
+        const char *comma = differ++ ? ", " : "";
+        if (digest_parts[i].is_number) n += snprintf(text + n, (size_t)(DIGEST_TEXT - n), "%s%s %.*s (now %s)", comma, digest_parts[i].name, length, then, now);
+        else n += snprintf(text + n, (size_t)(DIGEST_TEXT - n), "%sanother %s", comma, digest_parts[i].name);
+    }
+    return differ;
+}
+
+// How long reading or writing so many bytes may go without a sign of progress: a slow disk's 10 MB/s, for what is not cut
+// into pieces (an fsync of all, a checksum before anything is used), and a minute for the rest.
+static double seconds_for_bytes(int64_t bytes) { return 60 + (double)bytes / 10e6; }
+
+// Connects the ranks' beats. The flight recorder will lie in the output folder; runs that only read leave none.
+static void watch_begin(const Config *cfg, CommWorld world) {
+    char folder[CONFIG_PATH_MAX + 16];
+    snprintf(folder, sizeof folder, "%s/flight", cfg->run.output_dir);
+    comm_set_timeout((double)cfg->zero.timeout + 5); // the watch, which can say who is at fault, comes first
+    WatchJob job;
+    memset(&job, 0, sizeof job);
+    job.rank = world.rank;
+    job.world = world.world;
+    const ParallelConfig *p = &cfg->parallel;
+    const GridAxes axes = {(int)p->pipeline, (int)p->data, (int)p->sequence, (int)p->tensor};
+    job.role = grid_coords(world.rank, axes).pp; // stages may have more or less to do
+    job.one_host = world.local_world == world.world;
+    job.flight_dir = trainer_only_reads(cfg) || world.world == 1 ? NULL : folder;
+    // Whoever starts ranks by hand may leave; a launcher's end is the job's.
+    bool launched = getenv("OMPI_COMM_WORLD_SIZE") || getenv("TORCHELASTIC_RUN_ID") || getenv("SLURM_STEP_ID");
+    job.launcher = launched && world.world > 1 && getppid() > 1 ? getppid() : 0;
+    job.limits = watch_default_limits((double)cfg->zero.timeout);
+    WatchAddress address;
+    memset(&address, 0, sizeof address);
+    watch_prepare(&job, &address);
+    comm_host_broadcast(&address, sizeof address, 0);
+    watch_start(&address);
+    watch_announce(WATCH_LOAD, 300); // devices, groups, allocations, data; a checkpoint announces its own time
+}
