@@ -48,11 +48,17 @@ for line in open(sys.argv[1]):
 for step in sorted(steps): print(step, *(repr(x) for x in steps[step]))
 PY
 }
-# Waits until the log has so many update records, or the process is gone.
+# Update records that a log has. Who starts again on an old log counts from what was there: a signal may else come before its handler.
+logged_steps() { # LOG
+    local n
+    n=$(grep -ac '"grad_norm"' "$1" 2>/dev/null)
+    echo "${n:-0}"
+}
+# Waits until the log has so many of them, or the process is gone.
 wait_for_steps() { # LOG COUNT PID
     local i
     for ((i = 0; i < 1500; i++)); do
-        [ "$(grep -ac '"grad_norm"' "$1" 2>/dev/null || true)" -ge "$2" ] 2>/dev/null && return 0
+        [ "$(logged_steps "$1")" -ge "$2" ] && return 0
         kill -0 "$3" 2>/dev/null || return 1
         sleep 0.02
     done

@@ -262,7 +262,7 @@ row_trainer_is_killed_and_stopped() {
     equal "exit code of the undisturbed run" $? 0
     train_in_background 300 run.steps=3000 run.checkpoint_every=100
     kill -9 "$(ranks | head -n 1)"
-    wait_for_steps out_dir/log.jsonl 1000 "$pid"
+    wait_for_steps out_dir/log.jsonl $(($(logged_steps out_dir/log.jsonl) + 500)) "$pid"
     kill -STOP "$(ranks | tail -n 1)" # the other finds out after 5 s
     wait "$pid"
     equal "exit code" $? 0
