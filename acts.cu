@@ -202,7 +202,7 @@ static bool acts_is_pending(const ActLayout *l, int role) {
 }
 // Where it begins in ACT_FC_PRE's memory, which is dead when it is written; -1 if it has its own.
 static int64_t acts_pending_offset(const ActLayout *l, int role) {
-    const int64_t first = acts_role_bytes(l, ACT_DQKV);
+    const int64_t first = round_up(acts_role_bytes(l, ACT_DQKV), 256); // as memory of its own begins: kernels are chosen by it
     if ((role != ACT_DQKV && role != ACT_DRESIDUAL_2) || acts_recomputes(l, ACT_FC_PRE) || first + acts_role_bytes(l, ACT_DRESIDUAL_2) > acts_role_bytes(l, ACT_FC_PRE)) return -1;
     return role == ACT_DQKV ? 0 : first;
 }

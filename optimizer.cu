@@ -223,6 +223,7 @@ typedef struct {
     double *sums;                 // (SUM_COUNT) in the backend's memory; summed over the ranks once an update
     double *host_sums;            // (SUM_COUNT) pinned copy
     UpdateControl *control, *host_control; // of the update in progress, in the backend's memory; its pinned copy
+    Event summing;                // this rank has its own sums: from here on it waits for the others'
     Event decided;                // both copies are there
     HostUpdate on_host;           // the worker's, while it updates
 } Optimizer;
@@ -270,6 +271,7 @@ static void optimizer_init(Optimizer *o, const Config *cfg, Stream stream) {
     o->host_sums = (double *)pinned_malloc(SUM_COUNT * sizeof(double));
     o->control = (UpdateControl *)device_malloc(sizeof(UpdateControl));
     o->host_control = (UpdateControl *)pinned_malloc(sizeof(UpdateControl));
+    o->summing = event_create();
     o->decided = event_create();
 }
 
@@ -278,6 +280,7 @@ static void optimizer_free(Optimizer *o) {
     pinned_free(o->host_sums);
     device_free(o->control);
     pinned_free(o->host_control);
+    event_destroy(o->summing);
     event_destroy(o->decided);
 }
 
@@ -300,6 +303,7 @@ static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, Rank
     o->host_sums[SUM_HASH] = agree_hash(state);
     o->host_sums[SUM_HASH_SQUARES] = o->host_sums[SUM_HASH] * o->host_sums[SUM_HASH];
     device_copy(&o->sums[SUM_STOP], &o->host_sums[SUM_STOP], (SUM_COUNT - SUM_STOP) * sizeof(double), COPY_TO_DEVICE, z->stream);
+    event_record(o->summing, z->stream);
     watch_unit(-1);
     comm_all_reduce_double(z->job_group, o->sums, SUM_COUNT, COMM_SUM, z->stream);
     update_control(o->control, &o->sums[SUM_SQUARES], &o->sums[SUM_LOSS], o->scaler.scale * z->divisor, o->cfg->gradient_clipping, z->stream);

@@ -116,7 +116,7 @@ static void print_messages(const Plan *plan, const PlanTime *time, int n) {
     for (int i = 0; i < n; i++)
         for (int a = 0; a < AXES; a++) some |= any[a] |= time[i].exposed[a] + time[i].hidden[a] > 0;
     if (!some) return;
-    printf("ms of messages in it: those that the update is longer by, and those hidden behind its computation (of tensor and sequence parallelism none is counted as hidden)\n%7s", "");
+    printf("ms of messages in it: those that the update is longer by, and those hidden behind its computation (of sequence parallelism, and of tensor parallelism in one piece, none is)\n%7s", "");
     for (int a = 0; a < AXES; a++) if (any[a]) printf(" %21s", axis_names[a]);
     printf("\n%7s", "ranks");
     for (int a = 0; a < AXES; a++) if (any[a]) printf(" %11s %9s", "exposed", "hidden");

@@ -154,7 +154,7 @@ static void measure_phases(Trainer *t, StepStats *s) {
     s->backward_ms = ms[OP_BWD] + ms[OP_WGRAD];
     s->wait_ms = ms[OP_RECV_F] + ms[OP_RECV_B];
     t->busy_ms = s->load_ms + s->forward_ms + s->backward_ms;
-    t->pipeline_ms = event_elapsed_ms(t->mark[0], t->mark[t->pipe.n]);
+    t->pipeline_ms = event_elapsed_ms(t->mark[0], t->mark[t->pipe.n]) + event_elapsed_ms(t->opt.summing, t->opt.decided);
     if (s->has_phases) s->update_ms = event_elapsed_ms(t->mark[t->pipe.n], t->mark[t->pipe.n + 1]);
 }
 
@@ -199,8 +199,8 @@ static StepStats train_step(Trainer *t) {
     s.tokens = t->tokens;
     s.step_tokens = n_tokens;
     s.data_wait_ms = 1e3 * (t->train.wait_seconds - waited);
-    // The first stage is the first to begin and the last to end; what the stages computed meanwhile they have told each other just now.
-    s.bubble = t->pipe.n_stages > 1 && t->pipeline_ms > 0 ? 1 - o.busy_ms / t->grid.world / t->pipeline_ms : -1;
+    // All stages begin together, and wait for the last one at the sums. What they computed meanwhile they have told each other just now.
+    s.bubble = t->pipe.n_stages > 1 && t->pipeline_ms > 0 ? fmax(0, 1 - o.busy_ms / t->grid.world / t->pipeline_ms) : -1;
     measure_phases(t, &s);
     s.step_ms = 1e3 * (clock_seconds() - start);
     return s;

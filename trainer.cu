@@ -37,7 +37,7 @@ typedef struct {
     MemoryUse planned, planned_host; // for this rank, of the device and of host memory
     Pipeline pipe;
     double ideal_bubble;     // of the schedule, by operations
-    double busy_ms, pipeline_ms; // of the update before, with several stages: what this rank's took, and the time from its begin to its end
+    double busy_ms, pipeline_ms; // of the update before, with several stages: what this rank computed, and the time until all stages were through
     PipelineLinks links;
     int *train_uses, *eval_uses; // units in the order in which an update, or a forward pass, fetches them
     int n_train_uses, n_eval_uses;

@@ -24,7 +24,7 @@ typedef struct {
     int64_t tokens;           // so far, this update included
     double step_ms, data_wait_ms;
     int64_t step_tokens;      // of this update
-    double bubble;            // of the update before: the share of the first stage's time in which a stage, on average, did not compute; negative: there is one stage, or no update before
+    double bubble;            // of the update before: the share of the time until all stages are through in which a stage, on average, did not compute; negative: there is one stage, or no update before
     bool has_phases;          // wall_clock_breakdown: those below are measured, on the device's clock
     double load_ms, forward_ms, backward_ms, update_ms, wait_ms; // the last: for other stages of the pipeline
 } StepStats;

@@ -7,11 +7,13 @@
 
 zero      gpt2-1558M, T = 1024, 4 micro-batches of 16: ZeRO stages 0 to 3
 pipeline  gpt2-1558M, T = 1024, 8 micro-batches of 8: the schedules, with the ideal bubble and the one that was measured
-tensor    gpt3-6.7B, T = 2048, gradients in bf16: ranks share the matrices of micro-batches that are as many times larger
-sequence  gpt2-1558M, T = 65,536, whole blocks recomputed: ranks share the tokens (Ulysses)
+tensor    gpt3-6.7B, T = 2048, gradients in bf16: ranks share the matrices of micro-batches that are as many times larger;
+          with rows that travel in 1, 2 and 4 pieces
+sequence  1.7 billion parameters with 24 heads of 64 (gpt2-1558M's 25 cannot be shared out), T = 65,536, whole blocks recomputed: ranks
+          share the tokens (Ulysses)
 
-"Share" is the rate of all ranks over that of one GPU times the ranks: what is left when each rank of one job has as many tokens to
-compute as that GPU has alone. Random tokens; a row is the median of the updates after the first three; no checkpoints. The
+"Share" is the rate of all ranks over that of one GPU times the ranks. --plan says instead, without a device, what --plan says of each run:
+whether it fits. Random tokens; a row is the median of the updates after the first three; no checkpoints. The
 output is Markdown. BUILD names the build folder (build/BACKEND), which is built first unless BENCH_BUILT=1; MPIRUN the launcher.
 """
 import argparse
@@ -39,21 +41,28 @@ def section(name, n):
     if name == "tensor":
         return ({"model.preset": "gpt3-6.7B", "model.n_positions": 2048, "run.seq_len": 2048, "gradient_accumulation_steps": 2, **BF16_GRADIENTS},
                 {"train_micro_batch_size_per_gpu": 4},
-                [(f"tensor {n}", {"tensor_model_parallel_size": n, "train_micro_batch_size_per_gpu": 4 * n})])
-    return ({"model.preset": "gpt2-1558M", "model.n_positions": 65536, "run.seq_len": 65536, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
+                [(f"tensor {n}, rows in {pieces}", {"tensor_model_parallel_size": n, "run.tensor_parallel_pieces": pieces, "train_micro_batch_size_per_gpu": 4 * n})
+                 for pieces in (1, 2, 4)])
+    return ({"model.preset": "gpt2-1558M", "model.n_layer": 54, "model.n_head": 24, "model.n_embd": 1536, "model.n_positions": 65536, "run.seq_len": 65536, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
              "activation_checkpointing.policy": "block"}, {},
             [(f"sequence {n}", {"sequence_parallel_size": n, "zero_optimization.stage": 1})])
 
 
-def measure(binary, folder, ranks, settings, updates):
-    """The median update's record of log.jsonl, the ideal bubble and the planned memory as the start printed them."""
-    config, out = os.path.join(folder, "config.json"), os.path.join(folder, "out")
+def command(binary, folder, settings, updates):
+    """The program with its settings; the file goes into the folder."""
+    config = os.path.join(folder, "config.json")
     with open(config, "w", encoding="utf-8") as file:
         json.dump({"gradient_clipping": 1.0, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
                    "train_gpt": {"data": {"train": os.path.join(folder, "tokens.bin")},
-                                 "run": {"steps": updates, "eval_every": 0, "resume": "none", "checkpoint_at_end": False, "output_dir": out}}}, file)
+                                 "run": {"steps": updates, "eval_every": 0, "resume": "none", "checkpoint_at_end": False, "output_dir": os.path.join(folder, "out")}}}, file)
+    return [binary, "-c", config] + [f"{key}={value}" for key, value in settings.items()]
+
+
+def measure(binary, folder, ranks, settings, updates):
+    """The median update's record of log.jsonl, the ideal bubble and the memory as the run printed them."""
+    out = os.path.join(folder, "out")
     launcher = os.environ.get("MPIRUN", "mpirun --bind-to none").split() + ["-n", str(ranks)] if ranks > 1 else []
-    said = run(launcher + [binary, "-c", config] + [f"{key}={value}" for key, value in settings.items()], cwd=folder)
+    said = run(launcher + command(binary, folder, settings, updates), cwd=folder)
     with open(os.path.join(out, "log.jsonl"), encoding="utf-8") as file:
         records = [r for r in map(json.loads, file) if "step" in r][WARM_UP:]
     run(["rm", "-rf", out])
@@ -88,6 +97,7 @@ def main():
     parser.add_argument("--updates", type=int, default=9)
     parser.add_argument("--backend", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="a toy model")
+    parser.add_argument("--plan", action="store_true", help="plans instead of measurements")
     args = parser.parse_intermixed_args()
     extra = dict(s.split("=", 1) for s in args.sections if "=" in s)
     names = [s for s in args.sections if "=" not in s] or ["zero", "pipeline", "tensor", "sequence"]
@@ -106,11 +116,19 @@ def main():
         for name in names:
             common, one, layouts = section(name, args.ranks)
             shape = small if args.small else dict
-            print(f"\n{name}, {args.ranks} ranks\n\n| | ms an update | tokens/s | TFLOP/s a rank | share | bubble, ideal / measured | MiB a rank |\n|---|---|---|---|---|---|---|", flush=True)
-            alone = measure(binary, folder, 1, {**shape({**common, **one}), **extra}, args.updates)
-            print_row("one by itself", 1, alone, alone)
-            for title, settings in layouts:
-                print_row(title, args.ranks, measure(binary, folder, args.ranks, {**shape({**common, **settings}), **extra}, args.updates), alone)
+            trials = [("one by itself", 1, {**shape({**common, **one}), **extra})]
+            trials += [(title, args.ranks, {**shape({**common, **settings}), **extra}) for title, settings in layouts]
+            print(f"\n{name}, {args.ranks} ranks\n", flush=True)
+            if args.plan:
+                for title, ranks, settings in trials:
+                    print(title + "\n\n" + run(command(binary, folder, settings, args.updates) + ["--plan", str(ranks), "--device-memory", "139"], cwd=folder), flush=True)
+                continue
+            print("| | ms an update | tokens/s | TFLOP/s a rank | share | bubble, ideal / measured | MiB a rank |\n|---|---|---|---|---|---|---|", flush=True)
+            alone = None
+            for title, ranks, settings in trials:
+                r = measure(binary, folder, ranks, settings, args.updates)
+                alone = alone or r
+                print_row(title, ranks, r, alone)
 
 
 main()

@@ -199,7 +199,8 @@ random_chain() { # KILLS
             killed=$((killed + 1))
             told+=" until update $(updates)${one:+, one of them},"
         fi
-        [ -n "$problem" ] || problem=$(resumed_wrongly "$durable" "$(grep -c 'resumed from' resume.out)")
+        # the last one was not killed: it has said where it resumed
+        [ -n "$problem" ] || problem=$(resumed_wrongly "$durable" "$([ "$k" -eq "$1" ] && echo 1 || grep -c 'resumed from' resume.out)")
         [ -z "$problem" ] || break
     done
     losses out/log.jsonl >parts.losses

@@ -75,6 +75,7 @@ static StagesRun stages_run(Test *t, Config *c, ProcessGrid grid) {
     for (int k = 0; k < STAGES_UPDATES; k++) {
         int64_t frees = device_frees();
         r.stats[k] = train_step(trainer);
+        // On a GPU that would wait for all its work, so also for what another stage has not sent yet. (The CPU's scratch gives nothing back.)
         expect_equal_i64(t, "pieces of device memory given back by an update", device_frees(), frees);
         if (k == 1) r.val_loss = evaluate(trainer);
     }
