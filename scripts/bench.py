@@ -53,6 +53,17 @@ def write_tokens(path, n, vocab_size=50257):
         file.write(header.tobytes() + tokens.tobytes())
 
 
+def median_update(out, updates, warm_up):
+    """The log's record of the update of median time, and all records behind the first ones; the folder goes."""
+    with open(os.path.join(out, "log.jsonl"), encoding="utf-8") as file:
+        records = [r for r in map(json.loads, file) if "step" in r][warm_up:]
+    run(["rm", "-rf", out])
+    if not records:
+        stop(f"--updates {updates}: more than {warm_up} are needed")
+    middle = statistics.median_low([r["step_ms"] for r in records])
+    return next(r for r in records if r["step_ms"] == middle), records
+
+
 def measure_program(build, folder, model, micro, updates, settings):
     """Median milliseconds, tokens/s, TFLOP/s and share of peak (null if unknown) of the updates after the warm-up."""
     config = os.path.join(folder, "config.json")
@@ -63,13 +74,7 @@ def measure_program(build, folder, model, micro, updates, settings):
                    "train_gpt": {"model": {"preset": "gpt2-" + model}, "data": {"train": os.path.join(folder, "tokens.bin")},
                                  "run": {"steps": updates, "seq_len": 1024, "output_dir": out, "eval_every": 0, "resume": "none", "checkpoint_at_end": False}}}, file)
     run([os.path.join(build, "train_gpt"), "-c", config, *settings], cwd=ROOT)
-    with open(os.path.join(out, "log.jsonl"), encoding="utf-8") as file:
-        records = [r for r in map(json.loads, file) if "step" in r][WARM_UP:]
-    run(["rm", "-rf", out])
-    if not records:
-        stop(f"--updates {updates}: more than {WARM_UP} are needed")
-    middle = statistics.median_low([r["step_ms"] for r in records])
-    return next(r for r in records if r["step_ms"] == middle)
+    return median_update(out, updates, WARM_UP)[0]
 
 
 def main():

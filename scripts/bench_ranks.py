@@ -23,7 +23,7 @@ import re
 import statistics
 import tempfile
 
-from bench import ROOT, run, stop, write_tokens
+from bench import ROOT, median_update, run, stop, write_tokens
 
 WARM_UP = 3
 TINY = {"model.preset": "null", "model.n_layer": 8, "model.n_head": 4, "model.n_embd": 64, "model.vocab_size": 256, "model.n_positions": 64, "run.seq_len": 64}
@@ -63,13 +63,7 @@ def measure(binary, folder, ranks, settings, updates):
     out = os.path.join(folder, "out")
     launcher = os.environ.get("MPIRUN", "mpirun --bind-to none").split() + ["-n", str(ranks)] if ranks > 1 else []
     said = run(launcher + command(binary, folder, settings, updates), cwd=folder)
-    with open(os.path.join(out, "log.jsonl"), encoding="utf-8") as file:
-        records = [r for r in map(json.loads, file) if "step" in r][WARM_UP:]
-    run(["rm", "-rf", out])
-    if not records:
-        stop(f"--updates {updates}: more than {WARM_UP} are needed")
-    middle = statistics.median_low([r["step_ms"] for r in records])
-    record = next(r for r in records if r["step_ms"] == middle)
+    record, records = median_update(out, updates, WARM_UP)
     ideal, memory = re.search(r"ideal bubble ([0-9.]+) %", said), re.search(r"^memory: at most ([0-9.,]+) MiB", said, re.M)
     record["ideal"] = ideal and float(ideal[1])
     record["memory"] = memory[1] if memory else "unknown"
