@@ -257,17 +257,13 @@ static void test_nvme_nothing_grows(Test *t) {
     dataloader_open(&trainer->val, tiny_tokens, 131, c->run.seq_len, 1, false, false, 1, "data.val");
     trainer->has_val = true;
     c->run.eval_batches = 1;
-    int64_t resident = 0, descriptors = 0;
+    int64_t held = 0, descriptors = 0;
     for (int k = 0; k < 200; k++) {
         train_step(trainer);
         if (k % 10 == 0) evaluate(trainer);
-        if (k == 20) resident = resident_bytes(), descriptors = open_descriptors();
+        if (k == 20) held = held_bytes(), descriptors = open_descriptors();
     }
-#ifndef __SANITIZE_ADDRESS__ // which keeps freed memory for a while, and finds leaks itself
-    expect_true(t, resident_bytes() <= resident + (1 << 20), "resident memory grew from %" PRId64 " to %" PRId64 " bytes", resident, resident_bytes());
-#else
-    (void)resident;
-#endif
+    expect_true(t, held_bytes() <= held + (1 << 20), "memory grew from %" PRId64 " to %" PRId64 " bytes", held, held_bytes());
     expect_equal_i64(t, "descriptors", open_descriptors(), descriptors);
     int entries = 0, at = open(nvme_folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     folder_each(at, aio_count_entry, &entries);
