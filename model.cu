@@ -323,12 +323,16 @@ static int param_runs(const ParamDesc *r, int tp_rank, int64_t first, int64_t la
     return n;
 }
 
-// Initial value of element `index` (row-major in the global, unpadded tensor): a function of (seed, name, index) alone.
-static float param_initial_value(const ParamTable *p, const ParamDesc *r, uint64_t seed, int64_t index) {
+// Initial values of elements [from, from + n) (row-major in the global, unpadded tensor): functions of (seed, name, index) alone.
+static void param_initial_values(const ParamTable *p, const ParamDesc *r, uint64_t seed, int64_t from, int64_t n, float *values) {
     if (r->tied_to >= 0) r = &p->row[r->tied_to];
-    if (r->init == INIT_ZERO) return 0.0f;
-    if (r->init == INIT_ONE) return 1.0f;
-    return (float)(r->std * rng_normal(seed, text_hash(r->name), (uint64_t)index));
+    const uint64_t purpose = text_hash(r->name);
+    const double std = r->std;
+    if (r->init == INIT_NORMAL) {
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) values[i] = (float)(std * rng_normal(seed, purpose, (uint64_t)(from + i)));
+    } else
+        for (int64_t i = 0; i < n; i++) values[i] = r->init == INIT_ONE ? 1.0f : 0.0f;
 }
 
 // ---------------------------------------------------------------------------------------------------------------

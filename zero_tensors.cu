@@ -130,21 +130,27 @@ static void zero_put(Zero *z, void *array, bool on_host, int64_t at, const void 
 }
 
 // n masters become the weights, and what the weights lack of them, of elements [from, from + n) of what this rank updates of a unit.
+// What lives in host memory is written where it stays; a mirror goes to the device from there.
 static void zero_write_masters(Zero *z, int unit, int64_t from, int64_t n, const float *values) {
     const UnitState *s = &z->unit[unit];
-    DType type = z->model->dtype;
-    int64_t element = dtype_bytes(type), kept = dtype_bytes(master_dtype(z->model));
-    char *weight = (char *)host_alloc((size_t)(n * element)), *master = (char *)host_alloc((size_t)(n * kept));
+    const DType type = z->model->dtype;
+    const int64_t element = dtype_bytes(type), kept = dtype_bytes(master_dtype(z->model));
+    const bool mirrored = s->update_on_host && !s->param_on_host, has_weight = mirrored || s->param_on_host, has_master = s->update_on_host || type == DTYPE_FP32;
+    char *weight_room = has_weight ? NULL : (char *)host_alloc((size_t)(n * element)), *master_room = has_master ? NULL : (char *)host_alloc((size_t)(n * kept));
+    char *weight = mirrored ? (char *)z->offload.unit[unit].array[HOST_WEIGHT] + from * element : s->param_on_host ? (char *)zero_updated_param(z, s) + from * element : weight_room;
+    char *master = has_master ? (char *)s->master + from * kept : master_room; // not used in fp32
+    stream_sync(z->stream); // nobody reads or writes it behind our back
 #pragma omp parallel for simd
     for (int64_t i = 0; i < n; i++) {
         if (type == DTYPE_BF16) ((uint16_t *)weight)[i] = master_to_bf16(values[i]), ((uint16_t *)master)[i] = master_remainder(values[i]);
-        else dtype_store(weight, type, i, values[i]), ((float *)master)[i] = values[i];
+        else dtype_store(weight, type, i, values[i]);
+        if (type == DTYPE_FP16) ((float *)master)[i] = values[i];
     }
-    zero_put(z, zero_updated_param(z, s), s->param_on_host, from * element, weight, n * element);
-    if (s->update_on_host && !s->param_on_host) zero_put(z, z->offload.unit[unit].array[HOST_WEIGHT], true, from * element, weight, n * element); // the mirror
-    if (type != DTYPE_FP32) zero_put(z, s->master, s->update_on_host, from * kept, master, n * kept);
-    free(weight);
-    free(master);
+    if (!s->param_on_host) device_copy((char *)zero_updated_param(z, s) + from * element, weight, n * element, COPY_TO_DEVICE, z->stream);
+    if (!has_master) device_copy((char *)s->master + from * kept, master, n * kept, COPY_TO_DEVICE, z->stream);
+    stream_sync(z->stream); // the room may go
+    free(weight_room);
+    free(master_room);
 }
 
 // What this rank has of an array, to host memory. on_host: it lies there.
@@ -290,26 +296,35 @@ static void zero_masters_from_weights(Zero *z) {
     }
 }
 
+// Elements whose initial values are made at a time, by all threads, and by one of them: few enough to stay in the caches until they are rounded.
+enum { INIT_NUMEL = 2 << 20, INIT_THREAD_NUMEL = 8192 };
+
 // Fills the weights with their initial values, a function of (seed, name, global index).
 static void zero_init_weights(Zero *z, uint64_t seed) {
     const ParamTable *table = &z->model->table;
+    float *values = (float *)host_alloc((size_t)INIT_NUMEL * 4);
     for (int i = 0; i < table->n_rows; i++) {
         const ParamDesc *r = &table->row[i];
-        ParamRun run[PARAM_RUNS_MAX];
         int64_t first, last;
         if (r->numel == 0) continue;
         zero_row_range(z, r, &first, &last);
-        if (first >= last) continue;
-        float *values = (float *)host_alloc((size_t)(last - first) * 4);
-        int n_runs = param_runs(r, table->tp_rank, first, last, run);
-        watch_tick();
-        for (int j = 0; j < n_runs; j++)
+        for (int64_t from = first; from < last; from += INIT_NUMEL) {
+            ParamRun run[PARAM_RUNS_MAX];
+            const int64_t n = min_i64(INIT_NUMEL, last - from);
+            const int n_runs = param_runs(r, table->tp_rank, from, from + n, run);
+            for (int j = 0; j < n_runs; j++) {
+                const int64_t parts = ceil_div(run[j].numel, INIT_THREAD_NUMEL); // of each of its stretches
 #pragma omp parallel for schedule(static)
-            for (int64_t k = 0; k < run[j].count * run[j].numel; k++)
-                values[run[j].local_first - first + k] = param_initial_value(table, r, seed, run[j].global_offset + k / run[j].numel * run[j].stride + k % run[j].numel);
-        zero_range_write(z, i, STATE_MASTER, first, last - first, values);
-        free(values);
+                for (int64_t k = 0; k < run[j].count * parts; k++) {
+                    const int64_t stretch = k / parts, at = k % parts * INIT_THREAD_NUMEL;
+                    param_initial_values(table, r, seed, run[j].global_offset + stretch * run[j].stride + at, min_i64(INIT_THREAD_NUMEL, run[j].numel - at),
+                                         values + (run[j].local_first - from + stretch * run[j].numel + at));
+                }
+            }
+            zero_range_write(z, i, STATE_MASTER, from, n, values);
+        }
     }
+    free(values);
     zero_weights_changed(z);
 }
 

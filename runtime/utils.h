@@ -240,12 +240,38 @@ static inline double rng_uniform(uint64_t seed, uint64_t purpose, uint64_t index
     return (double)(rng_bits(seed, purpose, index) >> 11) * 0x1p-53;
 }
 
-// Standard normal by Box and Muller (1958); one value an index.
+// The logarithm of an integer of 1 to 2^32, divided by 2^32: with x = 2^k m, 1/sqrt(2) <= m < sqrt(2), it is k log 2 + 2 artanh((m - 1) / (m + 1)).
+static inline double log_of_fraction(uint64_t numerator) {
+    union { double d; uint64_t u; } x, m, k;
+    x.u = 0x4330000000000000ull | numerator;                            // 2^52 + numerator: an exact conversion that vectors have, too
+    x.d = (x.d - 0x1p52) * 0x1p-32;
+    k.u = (x.u - 0x3fe6a09e667f3bcdull + (64ull << 52)) >> 52;          // k + 64; the constant is 1/sqrt(2)
+    m.u = x.u - (k.u << 52) + (64ull << 52);
+    k.u |= 0x4330000000000000ull;
+    double s = (m.d - 1) / (m.d + 1), t = s * s;
+    double series = 1 / 3.0 + t * (1 / 5.0 + t * (1 / 7.0 + t * (1 / 9.0 + t * (1 / 11.0 + t * (1 / 13.0 + t * (1 / 15.0 + t * (1 / 17.0 + t * (1 / 19.0 + t * (1 / 21.0)))))))));
+    return (k.d - (0x1p52 + 64)) * 0.6931471805599453 + 2 * (s + s * t * series);
+}
+
+// cos(2 pi numerator / 2^32), for integers below 2^32, by the Taylor series around the nearest quarter of the circle.
+static inline double cos_of_turn(uint64_t numerator) {
+    union { double d; uint64_t u; } x, even, odd;
+    uint64_t shifted = numerator + (1ull << 29), quarter = shifted >> 30;
+    x.u = 0x4330000000000000ull | (shifted & ((1ull << 30) - 1));
+    double a = (x.d - (0x1p52 + 0x1p29)) * (6.283185307179586 * 0x1p-32), t = a * a; // |a| <= pi / 4
+    even.d = 1 - t * (1 / 2.0 - t * (1 / 24.0 - t * (1 / 720.0 - t * (1 / 40320.0 - t * (1 / 3628800.0 - t * (1 / 479001600.0 - t * (1 / 87178291200.0 - t * (1 / 20922789888000.0))))))));
+    odd.d = a - a * t * (1 / 6.0 - t * (1 / 120.0 - t * (1 / 5040.0 - t * (1 / 362880.0 - t * (1 / 39916800.0 - t * (1 / 6227020800.0 - t * (1 / 1307674368000.0)))))));
+    // quarters 0 to 3: cos, -sin, -cos, sin
+    uint64_t is_odd = 0 - (quarter & 1), sign = ((quarter + 1) & 2) << 62;
+    x.u = ((even.u & ~is_odd) | (odd.u & is_odd)) ^ sign;
+    return x.d;
+}
+
+// Standard normal by Box and Muller (1958); one value an index. Without branches and calls, so that a loop over indices is made of vector
+// instructions: large models have billions of weights. Less than 1e-14 from the exact value.
 static inline double rng_normal(uint64_t seed, uint64_t purpose, uint64_t index) {
     uint64_t bits = rng_bits(seed, purpose, index);
-    double u1 = ((double)(bits >> 32) + 1.0) * 0x1p-32; // (0, 1]
-    double u2 = (double)(bits & 0xffffffffu) * 0x1p-32; // [0, 1)
-    return sqrt(-2.0 * log(u1)) * cos(6.283185307179586 * u2);
+    return sqrt(-2.0 * log_of_fraction((bits >> 32) + 1)) * cos_of_turn(bits & 0xffffffffu);
 }
 
 // 64-bit FNV-1a of a text: turns names into purposes for rng_*.

@@ -227,6 +227,13 @@ static void test_param_parts(Test *t) {
     }
 }
 
+// Of element `index`.
+static float initial_value(const ParamTable *p, const ParamDesc *r, uint64_t seed, int64_t index) {
+    float value;
+    param_initial_values(p, r, seed, index, 1, &value);
+    return value;
+}
+
 // Units of other stages take no room. A tied table on two stages lies at the same place in shards of the same size.
 static void test_param_stages(Test *t) {
     const int stage[] = {0, 0, 1, 1, 2};
@@ -242,7 +249,7 @@ static void test_param_stages(Test *t) {
             if (s != 1) twin[s / 2] = p.unit[s == 0 ? 0 : 4].twin_numel, numel[s / 2] = p.unit[s == 0 ? 0 : 4].numel;
             if (s == 2) expect_equal_i64(t, "place of the head", p.row[p.n_rows - 1].offset, 0);
             if (s == 2) expect_true(t, p.row[p.n_rows - 1].storage == p.n_rows - 1, "the head is stored in row %d", p.row[p.n_rows - 1].storage);
-            if (s == 2 && tied) expect_near(t, "initial value of the head", param_initial_value(&p, &p.row[p.n_rows - 1], 3, 17), param_initial_value(&p, &p.row[0], 3, 17), 0);
+            if (s == 2 && tied) expect_near(t, "initial value of the head", initial_value(&p, &p.row[p.n_rows - 1], 3, 17), initial_value(&p, &p.row[0], 3, 17), 0);
             if (s == 2) expect_equal_i64(t, "parameters on all stages", held, table_param_count(&p));
             table_free(&p);
         }
@@ -263,9 +270,9 @@ static void test_initial_values(Test *t) {
         double sum = 0, squares = 0, want = strstr(r->name, "c_proj") ? 0.02 / sqrt(6.0) : 0.02;
         int64_t n = param_numel(r), same = 0;
         for (int64_t k = 0; k < n; k++) {
-            double x = param_initial_value(&p, r, 7, k);
+            double x = initial_value(&p, r, 7, k);
             sum += x, squares += x * x;
-            same += x == param_initial_value(&p, r, 8, k);
+            same += x == initial_value(&p, r, 8, k);
         }
         double std = sqrt(squares / (double)n);
         // Five standard errors of the mean and of the standard deviation.
@@ -273,6 +280,39 @@ static void test_initial_values(Test *t) {
         expect_near(t, r->name, std, want, 5 * want / sqrt(2.0 * (double)n));
         expect_true(t, same < 3, "%s: %" PRId64 " values do not depend on the seed", r->name, same);
     }
+    table_free(&p);
+}
+
+// rng_normal computes logarithm and cosine itself: the C library's at the ends, around all changes of branch, and at random.
+static void test_normal(Test *t) {
+    const uint64_t end = 1ull << 32;
+    double worst_log = 0, worst_cos = 0;
+    for (int place = 0; place <= 64; place++) // eighths of the circle, and halvings of the largest
+        for (int64_t k = -300; k <= 300; k++) {
+            const uint64_t turn = (end / 8 * (uint64_t)(place % 9) + (uint64_t)k) & (end - 1), at = (place < 33 ? end >> place : (uint64_t)((double)end * 0.7071067811865476) >> (place - 33)) + (uint64_t)k;
+            worst_cos = fmax(worst_cos, fabs(cos_of_turn(turn) - (double)cosl(6.283185307179586476925L * (long double)turn / (long double)end)));
+            if (at < 1 || at > end) continue;
+            const long double want = logl((long double)at / (long double)end);
+            worst_log = fmax(worst_log, at == end ? fabs(log_of_fraction(at)) : (double)fabsl((log_of_fraction(at) - want) / want));
+        }
+    expect_near(t, "logarithm, relative", worst_log, 0, 4e-16);
+    expect_near(t, "cosine", worst_cos, 0, 4e-16);
+    for (uint64_t i = 0; i < 100000; i++) {
+        const uint64_t bits = rng_bits(3, 4, i);
+        const double want = sqrt(-2 * log((double)((bits >> 32) + 1) * 0x1p-32)) * cos(6.283185307179586 * (double)(bits & 0xffffffffu) * 0x1p-32);
+        expect_near(t, "standard normal", rng_normal(3, 4, i), want, 1e-14);
+    }
+    // However a loop is cut, and whatever instructions it is made of, values are the same.
+    ModelConfig m = model_sizes(2, 2, 32, 16, 64, true);
+    ParamTable p;
+    model_build_table(&p, &m, model_whole);
+    const ParamDesc *r = &p.row[0];
+    float *all = (float *)host_alloc((size_t)param_numel(r) * 4);
+    param_initial_values(&p, r, 5, 0, param_numel(r), all);
+    int64_t differ = 0;
+    for (int64_t i = 0; i < param_numel(r); i++) differ += all[i] != initial_value(&p, r, 5, i);
+    expect_equal_i64(t, "values that depend on the cut", differ, 0);
+    free(all);
     table_free(&p);
 }
 
@@ -336,7 +376,7 @@ static void test_plan_any_world(Test *t) {
 }
 
 static const TestRow table_tests[] = {
-    {"parameter counts", test_param_counts}, {"layout of parameters", test_param_layout}, {"parts of parameters", test_param_parts}, {"stages of parameters", test_param_stages}, {"initial values", test_initial_values}, {"FLOP per token", test_flops}, {"plans of any world", test_plan_any_world}, {NULL, NULL},
+    {"parameter counts", test_param_counts}, {"layout of parameters", test_param_layout}, {"parts of parameters", test_param_parts}, {"stages of parameters", test_param_stages}, {"initial values", test_initial_values}, {"standard normal", test_normal}, {"FLOP per token", test_flops}, {"plans of any world", test_plan_any_world}, {NULL, NULL},
 };
 
 // ---------------------------------------------------------------------------------------------------------------
