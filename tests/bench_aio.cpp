@@ -2,7 +2,7 @@
 // scripts/bench_aio.sh, beside dd with O_DIRECT. Random data; the file is past the page cache.
 #include "../runtime/aio.h"
 
-enum { BUFFERS = 4, BUFFER_BYTES = 64 << 20, PASSES = 3 };
+enum { BUFFERS = 4, BUFFER_BYTES = 64 << 20 };
 
 typedef struct {
     Aio *a;
@@ -32,7 +32,7 @@ static double pass(Bench *b, bool reads, bool writes) {
 }
 
 int main(int argc, char **argv) {
-    if (argc < 3) die(EXIT_CONFIG, "usage: bench_aio FOLDER GB [block_size [queue_depth [intra_op_parallelism [1 = threads]]]]");
+    if (argc < 3) die(EXIT_CONFIG, "usage: bench_aio FOLDER GB [block_size [queue_depth [intra_op_parallelism [1 = threads [passes]]]]]");
     static Bench bench;
     Bench *b = &bench;
     char why[AIO_WHY];
@@ -49,8 +49,9 @@ int main(int argc, char **argv) {
         }
     }
     printf("%s, block_size %" PRId64 ", queue_depth %d, intra_op_parallelism %d, %.1f GB:", aio_is_uring(b->a) ? "io_uring" : "threads", o.block_size, o.queue_depth, o.intra_op_parallelism, (double)bytes * 1e-9);
+    const int passes = argc > 7 ? atoi(argv[7]) : 3;
     pass(b, false, true);
-    for (int k = 0; k < PASSES; k++) {
+    for (int k = 0; k < passes; k++) {
         const double w = pass(b, false, true), r = pass(b, true, false), both = pass(b, true, true);
         printf("  write %.2f read %.2f both %.2f", w, r, both);
     }

@@ -134,6 +134,7 @@ static void run_sum_squares_bf16(Bench *b) {
     const Tensor half = as_type(b->grad, DTYPE_BF16);
     sum_squares_to_double(b->sum, &half, 1, false, b->stream);
 }
+static void run_gelu_forward(Bench *b) { gelu_forward(b->gelu, b->wide, b->stream); }
 static void run_gelu_backward(Bench *b) { gelu_backward(b->wide, b->wide, b->gelu, b->stream); }
 static void run_bias_backward(Bench *b) { bias_backward(first(b->dvector, 4 * b->C), rows_of(b, b->wide, 4 * b->C), true, b->stream); }
 static void run_fc_forward(Bench *b) { linear_forward(rows_of(b, b->gelu, 4 * b->C), b->x, view(b->w, 4 * b->C, b->C), first(b->vector, 4 * b->C), tensor_none(), rows_of(b, b->wide, 4 * b->C), b->stream); }
@@ -246,6 +247,7 @@ int main(int argc, char **argv) {
     measure(b, "classifier, a piece", run_classifier, pieces, 0, 4 * (double)b->n_head * (double)b->Vp);
     measure(b, "embedding_backward", run_embedding_backward, 1, 0, 2 * row);
     measure(b, "bias_backward 4C", run_bias_backward, 0, 0, 4 * row);
+    measure(b, "gelu_forward", run_gelu_forward, 0, 0, 8 * row);
     measure(b, "gelu_backward", run_gelu_backward, 0, 0, 12 * row);
     measure(b, "sum_squares", run_sum_squares, 1, 0, 4 * n);
     measure(b, "hash_words of bf16 weights", run_hash_words, 0, 0, 2 * n);
