@@ -216,6 +216,7 @@ typedef struct Config {
     int64_t world, local_rank;              // ranks of this job, and this one's number on its host
     bool plan;                              // --plan [RANKS]: this is the first of a list of configurations, by world
     double device_memory;                   // --device-memory GIB, 0 = that of the device that is here
+    double host_memory;                     // --host-memory GIB, 0 = not limited
     ConfigKeyState key[CONFIG_KEY_ROOM];    // of each row of the table; two configurations can be compared up to here
     // Of --plan's list
     bool refused;                           // for this world; every problem was told

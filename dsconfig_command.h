@@ -88,6 +88,7 @@ static void config_print_usage(FILE *out) {
             "  --plan [RANKS]           print the memory that a rank needs, what it moves and an estimate of the time, and train nothing; no device, data or launcher is needed.\n"
             "                           RANKS is a list of numbers of ranks, a row each: --plan 1,2,4,8\n"
             "  --device-memory GIB      with --plan: what a device has, instead of the one that is here\n"
+            "  --host-memory GIB        with --plan: what a host has for the ranks on it, up to 8; not limited unless it is given\n"
             "  --help-config            print all keys\n"
             "  --strict                 refuse keys that have no effect, instead of noting them\n"
             "  --generate \"PROMPT\"      print a continuation of PROMPT by the newest checkpoint\n"
@@ -203,7 +204,7 @@ typedef struct {
     const char *prompt, *export_dir, *load_dir, *load_tag;
     int64_t world[CONFIG_WORLDS_MAX], local_rank;
     int n_worlds;             // more than one only with plan
-    double device_memory;     // GiB
+    double device_memory, host_memory; // GiB
     void (*print)(FILE *out); // instead of everything else
 } CommandLine;
 
@@ -222,6 +223,13 @@ static bool config_read_worlds(const char *text, int64_t *world, int *n) {
         at += digits;
         if (!*at) return true;
     }
+}
+
+// A positive number. False if it is none.
+static bool config_read_gib(const char *text, double *gib) {
+    char *end;
+    *gib = text ? strtod(text, &end) : 0;
+    return *gib > 0 && isfinite(*gib) && !*end;
 }
 
 static CommandLine config_read_arguments(int argc, char **argv) {
@@ -251,10 +259,10 @@ static CommandLine config_read_arguments(int argc, char **argv) {
             l.plan = true;
         }
         else if (config_option(argc, argv, &i, "--device-memory", &value)) {
-            char *end;
-            l.device_memory = value ? strtod(value, &end) : 0;
-            if (!(l.device_memory > 0) || !isfinite(l.device_memory) || *end)
-                die_alike(EXIT_CONFIG, "--device-memory needs a number of GiB after it, such as 80");
+            if (!config_read_gib(value, &l.device_memory)) die_alike(EXIT_CONFIG, "--device-memory needs a number of GiB after it, such as 80");
+        }
+        else if (config_option(argc, argv, &i, "--host-memory", &value)) {
+            if (!config_read_gib(value, &l.host_memory)) die_alike(EXIT_CONFIG, "--host-memory needs a number of GiB after it, such as 512");
         }
         else if (bare_deepspeed) note("--deepspeed without a file has no effect; name the configuration after it, or with -c");
         else if (config_option(argc, argv, &i, "-c", &value) || config_option(argc, argv, &i, "--config", &value) ||
@@ -279,7 +287,7 @@ static CommandLine config_read_arguments(int argc, char **argv) {
         else l.override[l.n_overrides++] = arg;
     }
     if (l.world_given && !l.check) die_alike(EXIT_CONFIG, "--world belongs to --check-config; start the ranks with a launcher, such as mpirun, or say --plan RANKS");
-    if (l.device_memory > 0 && !l.plan) die_alike(EXIT_CONFIG, "--device-memory belongs to --plan");
+    if ((l.device_memory > 0 || l.host_memory > 0) && !l.plan) die_alike(EXIT_CONFIG, "%s belongs to --plan", l.device_memory > 0 ? "--device-memory" : "--host-memory");
     if (l.plan && (l.check || l.generate || l.export_dir[0])) die_alike(EXIT_CONFIG, "--plan and %s cannot be in one run; give one of them", l.check ? "--check-config" : l.generate ? "--generate" : "--export");
     if (l.generate && l.export_dir[0]) die_alike(EXIT_CONFIG, "--generate and --export cannot be in one run; give one of them");
     if (l.load_tag[0] && !config_tag_valid(l.load_tag))
@@ -368,6 +376,7 @@ static Config *config_for_world(CommandLine *l, const char *text, int64_t length
     config->local_rank = l->local_rank;
     config->plan = l->plan;
     config->device_memory = l->device_memory;
+    config->host_memory = l->host_memory;
     config_apply_environment(config);
     if (first) config_tell(&report, !l->generate && !l->export_dir[0] && !l->plan);
     config->refused = config_refusals(&report) > 0; // only a later world comes here so

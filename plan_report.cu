@@ -16,16 +16,19 @@ static bool plan_uses_host(const Config *cfg) { return cfg->zero.offload_optimiz
 
 typedef struct {
     double unit, room;   // bytes of the unit that is printed; of the device that may be used, 0 if that is not known
+    double host_room;    // of the host for all ranks on it, 0 if that is not limited
     bool host;           // there is a column for host memory
 } PlanTable;
 
-static void print_memory(const PlanTable *table, const MemoryUse *use, const MemoryUse *host) {
-    double total = (double)memory_total(use), room = table->room;
+static void print_memory(const PlanTable *table, const Config *cfg, const MemoryUse *use, const MemoryUse *host) {
+    const double total = (double)memory_total(use), together = plan_host_together(cfg, (double)memory_total(host)), room = table->room;
+    const bool lacks_device = room > 0 && total > room, lacks_host = table->host && table->host_room > 0 && together > table->host_room;
     for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.2f", (double)use->bytes[k] / table->unit);
     printf(" %10.2f", total / table->unit);
     if (table->host) printf(" %10.2f", (double)memory_total(host) / table->unit);
-    if (room > 0 && total <= room) printf("  fits");
-    else if (room > 0) printf("  %.2f too much", (total - room) / table->unit);
+    if (lacks_device) printf("  %.2f too much", (total - room) / table->unit);
+    if (lacks_host) printf("%s %.2f too much for the host", lacks_device ? "," : " ", (together - table->host_room) / table->unit);
+    if (room > 0 && !lacks_device && !lacks_host) printf("  fits");
     putchar('\n');
 }
 
@@ -44,7 +47,7 @@ static void print_memory_row(const PlanTable *table, const Plan *p) {
     MemoryUse host, use;
     plan_fullest(p, &use, &host);
     printf("%7" PRId64 " %6" PRId64 " %6" PRId64 " %7" PRId64 "%s", cfg->world, b->train_micro_batch_size_per_gpu, b->gradient_accumulation_steps, b->train_batch_size, cfg->batch_follows ? "*" : " ");
-    print_memory(table, &use, &host);
+    print_memory(table, cfg, &use, &host);
     for (int s = 0; s < p->size.pp && p->size.pp > 1; s++) {
         char name[40];
         int blocks = 0;
@@ -52,7 +55,7 @@ static void print_memory_row(const PlanTable *table, const Plan *p) {
         snprintf(name, sizeof name, "stage %d, %d blocks", s, blocks);
         use = plan_stage_memory(p, s, &host);
         printf("%30s", name);
-        print_memory(table, &use, &host);
+        print_memory(table, cfg, &use, &host);
     }
 }
 
@@ -200,7 +203,7 @@ static void proposals_add(Proposals *all, const Proposal *p) {
 }
 
 // Stages, offload and policies in the degrees and the micro-batch of a plan, whose configuration c is.
-static void propose_within(Plan *p, Config *c, const Config *given, double room, Proposals *all) {
+static void propose_within(Plan *p, Config *c, const Config *given, const PlanTable *table, Proposals *all) {
     const ZeroConfig *z = &given->zero;
     const bool alone = p->size.dp * p->size.sp == 1; // no stage shares anything
     const bool whole_sums = z->reduce_scatter && (z->prescale_gradients || z->gradient_predivide_factor != 1); // not from stage 2 on
@@ -221,7 +224,7 @@ static void propose_within(Plan *p, Config *c, const Config *given, double room,
                 plan_fullest(p, &use, &host);
                 Proposal found = {choice_of(c), 0, (double)memory_total(&use), (double)memory_total(&host)};
                 if (found.bytes < all->least.bytes) all->least = found;
-                if (found.bytes > room) continue;
+                if (found.bytes > table->room || (table->host_room > 0 && plan_host_together(c, found.host_bytes) > table->host_room)) continue;
                 if (c->dtype != DTYPE_FP32) found.seconds = plan_time_below(p, all->n == PROPOSALS_MAX ? all->fits[PROPOSALS_MAX - 1].seconds : INFINITY).step;
                 if (found.seconds < INFINITY) proposals_add(all, &found);
             }
@@ -238,7 +241,7 @@ static bool propose_batch(Config *c) {
     return c->parallel.pipeline == 1 || c->parallel.pipeline_schedule != PIPELINE_INTERLEAVED || b->gradient_accumulation_steps % c->parallel.pipeline == 0;
 }
 
-static Proposals proposals_make(const Config *given, double room) {
+static Proposals proposals_make(const Config *given, const PlanTable *table) {
     const ModelConfig *m = &given->model;
     const bool interleaved = given->parallel.pipeline_schedule == PIPELINE_INTERLEAVED;
     Proposals all;
@@ -260,7 +263,7 @@ static Proposals proposals_make(const Config *given, double room) {
                 if (m->n_layer < pipeline * pipeline_n_chunks(n->pipeline_schedule, (int)pipeline, (int)n->virtual_pipeline) || !propose_batch(c)) continue;
                 Plan p;
                 plan_open(&p, c);
-                propose_within(&p, c, given, room, &all);
+                propose_within(&p, c, given, table, &all);
                 plan_close(&p);
             }
     }
@@ -297,11 +300,12 @@ static void overrides_text(const Config *given, const Choice *c, char *text, siz
     }
 }
 
-static void print_proposals(const Plan *p, double room, double unit) {
-    MemoryUse use;
-    plan_fullest(p, &use, NULL);
-    if (room <= 0 || (double)memory_total(&use) <= room) return;
-    Proposals all = proposals_make(p->cfg, room);
+static void print_proposals(const Plan *p, const PlanTable *table) {
+    const double unit = table->unit;
+    MemoryUse use, host;
+    plan_fullest(p, &use, &host);
+    if (table->room <= 0 || ((double)memory_total(&use) <= table->room && (table->host_room <= 0 || plan_host_together(p->cfg, (double)memory_total(&host)) <= table->host_room))) return;
+    Proposals all = proposals_make(p->cfg, table);
     if (all.n) printf("what would fit on %" PRId64 " ranks, the fastest by estimate first\n", p->cfg->world);
     else printf("nothing was found that fits on %" PRId64 " ranks: take more of them, or a smaller model; what needs least is\n", p->cfg->world);
     for (int i = 0; i < (all.n ? all.n : 1); i++) {
@@ -346,7 +350,7 @@ static int plan_print(Config *first) {
     for (Config *c = first; c; c = c->next_world) if (!c->refused) plan_open(&plan[n++], c);
     MemoryUse largest;
     plan_fullest(&plan[0], &largest, NULL);
-    PlanTable table = {memory_total(&largest) >= 1e9 ? gib : mib, fmax(0, room - (double)PLAN_OTHERS_BYTES), plan_uses_host(first)};
+    PlanTable table = {memory_total(&largest) >= 1e9 ? gib : mib, fmax(0, room - (double)PLAN_OTHERS_BYTES), first->host_memory * gib, plan_uses_host(first)};
     print_plan_header(first, present ? &device : NULL);
     if (table.room > 0 && PLAN_OTHERS_BYTES > 0) printf("%.1f GiB of the device are left to its context and libraries\n", (double)PLAN_OTHERS_BYTES / gib);
     print_memory_header(&table);
@@ -360,7 +364,7 @@ static int plan_print(Config *first) {
     print_schedule(&plan[0]);
     for (i = 0; i < n; i++)
         if (i == 0 || plan[i].cfg->batch.train_micro_batch_size_per_gpu != first->batch.train_micro_batch_size_per_gpu) print_ladder(&plan[i], table.unit);
-    for (i = 0; i < n; i++) print_proposals(&plan[i], table.room, table.unit);
+    for (i = 0; i < n; i++) print_proposals(&plan[i], &table);
     for (i = 0; i < n; i++) plan_close(&plan[i]);
     free(plan);
     fflush(stdout);

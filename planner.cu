@@ -14,6 +14,9 @@
 // What --plan takes for the size of a host, where no launcher tells.
 enum { PLAN_HOST_RANKS = 8 };
 
+// Host memory that the ranks of a host take together, if each takes so much.
+static double plan_host_together(const Config *cfg, double each) { return each * (double)min_i64(cfg->world, PLAN_HOST_RANKS); }
+
 // Completes the model's sizes from the folder that it starts from, and checks what only the whole can tell.
 static void resolve_model(Config *cfg) {
     ModelConfig *m = &cfg->model;

@@ -1275,6 +1275,7 @@ static void test_command_line(Test *t) {
         {"--plan|1,,2", "", 2, "--plan takes numbers of ranks"}, {"--plan|0", "", 2, "--plan takes"}, {"--plan=", "", 2, "--plan takes"}, {"--plan|1,", "", 2, "--plan takes"}, {"--plan|1000001", "", 2, "--plan takes"},
         {"--plan|--check-config", "", 2, "cannot be in one run"}, {"--plan|--export|x", "", 2, "cannot be in one run"},
         {"--device-memory|80", "", 2, "--device-memory belongs to --plan"}, {"--plan|--device-memory|much", "", 2, "needs a number of GiB"}, {"--plan|--device-memory", "", 2, "needs a number of GiB"},
+        {"--host-memory|80", "", 2, "--host-memory belongs to --plan"}, {"--plan|--host-memory|-1", "", 2, "--host-memory needs a number of GiB"}, {"--plan|--host-memory|1e999", "", 2, "--host-memory needs"},
         {"--load_tag|../x", "", 2, "a tag has letters"}, {"--load_tag|-rf", "", 2, "a tag has letters"}, {"--load_tag=", "", 2, "needs a value"}, {"--generate", "", 2, "needs a prompt"}, {"--local_rank=x", "", 2, "needs a number"},
         {"--generate|x|--export|y", "", 2, "cannot be in one run"},
         {"--load_dir|a|--load_dir|b", "", 2, "given twice"},

@@ -377,7 +377,8 @@ static void test_plan_limit(Test *t) {
 static void expect_proposals(Test *t, const char *overrides, int64_t world, double gib, Proposals *all) {
     Config *c = plan_config(t, overrides, world);
     const double room = gib * (1 << 30);
-    *all = proposals_make(c, room);
+    const PlanTable table = {1, room, 0, false};
+    *all = proposals_make(c, &table);
     for (int i = 0; i < (all->n ? all->n : 1); i++) {
         const Proposal *f = all->n ? &all->fits[i] : &all->least;
         char text[1024], both[2048];
