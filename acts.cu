@@ -289,7 +289,7 @@ static void acts_init_slot(ActStore *a, ActSlot *s) {
     }
     if (!l->cpu_checkpointing) return;
     s->host_pinned = true;
-    s->host = (char *)pinned_region_malloc(acts_slot_host_bytes(l), &s->host_pinned);
+    s->host = (char *)pinned_region_malloc(acts_slot_host_bytes(l), acts_slot_host_bytes(l), &s->host_pinned);
     if (!s->host_pinned)
         note("activation_checkpointing.cpu_checkpointing: the system refuses to pin %.1f MiB of host memory; training goes on without, and waits for the copies; raise the limit on locked memory", (double)acts_slot_host_bytes(l) / (1 << 20));
 }

@@ -529,7 +529,7 @@ static SaveResult checkpoint_save(CheckpointStore *s, const TrainingState *state
 static void checkpoint_copy_alloc(CheckpointStore *s, const CheckpointTensors *t) {
     s->copy.bytes = stored_shard_plan(t).data_bytes;
     s->copy.pinned = true;
-    s->copy.memory = (char *)pinned_region_malloc(max_i64(1, s->copy.bytes), &s->copy.pinned);
+    s->copy.memory = (char *)pinned_region_malloc(max_i64(1, s->copy.bytes), s->copy.bytes, &s->copy.pinned);
     s->copy.at = (int64_t *)host_alloc(sizeof(int64_t) * (size_t)(t->n_kinds * t->table->n_rows));
 }
 

@@ -35,7 +35,8 @@
 //     bf16         2          2 (remainder)   4 each    4, or 2 with grad_accum_dtype bf16
 //     fp16         2          4               4 each    4, or 2
 //
-// in one region, which is made, touched and pinned once. The weight is a mirror of the device's: what the CPU computes there goes back as it is.
+// in one region, which is made and touched once, and pinned as far as copies from and to the device reach: weights and gradients lie first in
+// it, with the buffers of files before them. The weight is a mirror of the device's: what the CPU computes there goes back as it is.
 //
 // The weights of stage 3 can live there, too (offload_param). Then the mirror is their only home: to gather a unit is to copy this rank's
 // shard to its place in the whole buffer, and the other ranks' with it; the look-ahead of zero.cu hides both, and with one
@@ -189,8 +190,8 @@ typedef struct {
     int n_weights, next_weights; // buffers, 0 if no weights are filed; the one that is filled next
     WeightBuffer *weights;
     char *region;              // all arrays of all units
-    int64_t bytes;             // of it
-    bool pinned;
+    int64_t bytes, travels;    // of it, and of its first part, which copies from and to the device reach
+    bool pinned;               // that part
     Stream out, in;            // gradients to the host, weights back
     Event ordered;             // orders `out` behind another stream: recorded, and at once waited for
     OffloadPiece *piece;
@@ -217,6 +218,9 @@ static void host_elements_file(int64_t element[HOST_ARRAYS], int64_t filed[HOST_
     for (int k = 0; k < HOST_GRAD; k++)
         if (array_file(k) == file) filed[k] = element[k], element[k] = 0;
 }
+
+// Is it copied to the device, or from there?
+static bool array_travels(int array) { return array == HOST_WEIGHT || array == HOST_GRAD; }
 
 // Bytes of one element of each array of a unit in host memory: with the update here all of them, else the weight alone.
 static void host_elements(int64_t element[HOST_ARRAYS], DType weight, int n_states, DType grad, bool updates) {
@@ -249,6 +253,7 @@ static void offload_add_unit(Offload *o, int unit, int64_t numel, const int64_t 
         u->filed[i] = filed[i] > 0;
         u->element[i] = element[i] + filed[i]; // one of them is 0
         o->bytes += numel * element[i];
+        if (array_travels(i)) o->travels += numel * element[i];
     }
     file_room_add(&o->room, numel, o->piece_numel, filed);
 }
@@ -335,25 +340,25 @@ static void offload_cut_units(Offload *o, const int64_t *border) {
 // All units are added: makes the memory, the files, and the worker if it has work. border: by unit, how many of its elements decay. pin: wanted.
 static void offload_start(Offload *o, const int64_t *border, bool pin) {
     int64_t room = file_room_bytes(&o->room, &o->filing);
-    if (o->room.view > 0) o->bytes += room;
+    if (o->room.view > 0) o->bytes += room, o->travels += room;
     if (o->bytes == 0) return;
     o->pinned = pin;
-    o->region = (char *)pinned_region_malloc(o->bytes, &o->pinned);
-    if (pin && !o->pinned) note("%.2f GiB of host memory cannot be pinned (see ulimit -l): offload goes on without, and its copies hold up the device", (double)o->bytes / (1 << 30));
+    o->region = (char *)pinned_region_malloc(o->bytes, o->travels, &o->pinned);
+    if (pin && !o->pinned) note("%.2f GiB of host memory cannot be pinned (see ulimit -l): offload goes on without, and its copies hold up the device", (double)o->travels / (1 << 30));
     o->out = stream_create();
     o->in = stream_create();
     o->ordered = event_create();
     offload_cut_units(o, border);
     if (o->room.view > 0) offload_start_files(o, o->region); // first of all, for its alignment
-    char *at = o->region + (o->room.view > 0 ? room : 0);
+    char *next[2] = {o->region + o->travels, o->region + (o->room.view > 0 ? room : 0)}; // of what stays, and of what travels
     for (int i = 0; i < o->n_units; i++) {
         HostUnit *u = &o->unit[i];
         if (u->numel == 0) continue;
         u->returned = event_create();
         for (int k = 0; k < HOST_ARRAYS; k++) {
             if (u->element[k] == 0 || u->filed[k]) continue;
-            u->array[k] = at;
-            at += u->numel * u->element[k];
+            u->array[k] = next[array_travels(k)];
+            next[array_travels(k)] += u->numel * u->element[k];
         }
         if (u->element[HOST_MASTER] == 0) u->array[HOST_MASTER] = u->array[HOST_WEIGHT], u->element[HOST_MASTER] = u->element[HOST_WEIGHT];
     }

@@ -213,8 +213,12 @@ static void train(Trainer *t) {
     const RunConfig *run = &t->cfg->run;
     trainer_print_start(t);
     int64_t saved_at = -1;
+    const double setting_up = clock_seconds();
     if (trainer_load(t)) saved_at = t->step;
     else trainer_init_weights(t);
+    const double weights_seconds = clock_seconds() - setting_up;
+    if (t->grid.rank == 0) print_table_row("ready after", "%.1f s for memory, data and files, %.1f for weights", t->setup_seconds, weights_seconds);
+    console_flush();
     int64_t start_step = t->step; // where this process began
     if (run->sample_every > 0) { // a prompt that cannot be encoded is refused now, not at the first sample
         int32_t *tokens = (int32_t *)host_alloc((strlen(run->sample_prompt) + 1) * 4);
@@ -222,7 +226,8 @@ static void train(Trainer *t) {
         free(tokens);
     }
     double start = clock_seconds();
-    metrics_log(&t->metrics, "{\"event\":\"start\",\"at_step\":%" PRId64 ",\"parameters\":%" PRId64 ",\"seed\":%" PRId64 "}", t->step, table_param_count(&t->model.table), run->seed);
+    metrics_log(&t->metrics, "{\"event\":\"start\",\"at_step\":%" PRId64 ",\"parameters\":%" PRId64 ",\"seed\":%" PRId64 ",\"setup_seconds\":%.3f,\"weights_seconds\":%.3f}", t->step, table_param_count(&t->model.table), run->seed,
+                t->setup_seconds, weights_seconds);
     if (t->step >= run->steps) note("train_gpt.run.steps = %" PRId64 ": step %" PRId64 " is reached already; raise it to go on", run->steps, t->step);
 
     while (t->step < run->steps && !t->stop) {

@@ -58,6 +58,7 @@ typedef struct {
     int64_t tokens, samples; // consumed by them
     double loss, grad_norm;  // of the last update of this process
     double config_digest;    // see RankState
+    double setup_seconds;    // that trainer_init took
     bool stop, save;         // some rank was asked to, as all ranks know since the last update
     bool written;            // all ranks have done their part of the save in the background, likewise
 } Trainer;
@@ -321,7 +322,8 @@ static void trainer_open_files(Trainer *t) {
 }
 
 static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
-    bool reads = trainer_only_reads(cfg);
+    const bool reads = trainer_only_reads(cfg);
+    const double start = clock_seconds();
     const ParallelConfig *p = &cfg->parallel;
     GridAxes axes = {(int)p->pipeline, (int)p->data, (int)p->sequence, (int)p->tensor};
     resolve_model(cfg);
@@ -338,6 +340,7 @@ static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     comm_host_broadcast(&claimed, sizeof claimed, 0); // the folder's lock is ours: another run's recorders are not touched before
     if (t->grid.world > 1) make_folders(cfg->run.output_dir, "train_gpt.run.output_dir"); // hosts may have folders of their own
     watch_record();
+    t->setup_seconds = clock_seconds() - start;
 }
 
 static void trainer_free(Trainer *t) {

@@ -35,9 +35,10 @@ void *device_malloc(int64_t bytes);       // contents undefined; 256-byte aligne
 void device_free(void *p);                // CUDA waits for all streams first: never between the transfers of a pipeline, which wait for other ranks' hosts
 void *pinned_malloc(int64_t bytes);       // host memory that copies to and from the device can run beside computation
 void pinned_free(void *p);
-// The same for gigabytes: zeros, touched by all threads, on whole pages. *pin false leaves them unpinned: copies then go through
-// buffers of the driver, and the caller waits for them. Where pinning is refused *pin becomes false.
-void *pinned_region_malloc(int64_t bytes, bool *pin);
+// The same for gigabytes: zeros, touched by all threads, on whole pages, of which the first pinned_bytes are pinned, since that takes the
+// system its time for each page. *pin false leaves all unpinned: copies then go through buffers of the driver, and the caller waits for
+// them. Where pinning is refused, or nothing is to be pinned, *pin becomes false.
+void *pinned_region_malloc(int64_t bytes, int64_t pinned_bytes, bool *pin);
 void pinned_region_free(void *p, int64_t bytes, bool pinned);
 int64_t device_allocated_bytes(void);     // by device_malloc, and counted by device_count, now
 int64_t device_peak_bytes(void);          // the most that this was since the last device_peak_reset

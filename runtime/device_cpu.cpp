@@ -256,8 +256,8 @@ void device_free(void *p) {
 
 void *pinned_malloc(int64_t bytes) { return host_alloc((size_t)bytes); }
 void pinned_free(void *p) { free(p); }
-void *pinned_region_malloc(int64_t bytes, bool *pin) {
-    (void)pin; // there is nobody to copy behind the host's back
+void *pinned_region_malloc(int64_t bytes, int64_t pinned_bytes, bool *pin) {
+    (void)pinned_bytes, (void)pin; // there is nobody to copy behind the host's back
     return host_pages_malloc(bytes);
 }
 void pinned_region_free(void *p, int64_t bytes, bool pinned) {

@@ -142,9 +142,10 @@ void pinned_free(void *p) {
 }
 
 // cudaHostAlloc would make the pages with one thread.
-void *pinned_region_malloc(int64_t bytes, bool *pin) {
+void *pinned_region_malloc(int64_t bytes, int64_t pinned_bytes, bool *pin) {
     void *p = host_pages_malloc(bytes);
-    if (*pin && bytes > 0 && cudaHostRegister(p, (size_t)bytes, cudaHostRegisterPortable) != cudaSuccess) {
+    *pin = *pin && pinned_bytes > 0;
+    if (*pin && cudaHostRegister(p, (size_t)pinned_bytes, cudaHostRegisterPortable) != cudaSuccess) {
         cudaGetLastError(); // forgotten
         *pin = false;
     }

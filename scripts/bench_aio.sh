@@ -1,5 +1,5 @@
 #!/bin/sh
-# The rate of offload to files beside dd's with O_DIRECT, by turns: scripts/bench_aio.sh FOLDER [GB]
+# The rate of offload to files beside dd's with O_DIRECT, and fio's where it is there, by turns: scripts/bench_aio.sh FOLDER [GB]
 # It builds what it needs in BUILD (build/bench); BENCH_BUILD_ONLY=1 stops there.
 set -eu
 cd "$(dirname "$0")/.."
@@ -21,10 +21,25 @@ dd_both() {
     end=$(date +%s%N)
     echo "dd: $((count * 67108864)) bytes, write $((count * 67108864 * 100 / (middle - start))), read $((count * 67108864 * 100 / (end - middle))) hundredths of GB/s"
 }
+# What bench_aio does, by fio: bytes of a request, requests in flight.
+fio_all() {
+    command -v fio >/dev/null || return 0
+    printf 'fio, block_size %s, queue_depth %s:' "$1" "$2"
+    for rw in write read rw; do
+        bytes=$((count * 67108864))
+        [ $rw = rw ] && bytes=$((2 * bytes))
+        fio --name=bench --filename="$file" --size=$((count * 67108864)) --io_size=$bytes --rw=$rw --bs="$1" --iodepth="$2" --ioengine=io_uring --direct=1 --minimal |
+            awk -F';' -v what=$rw '{printf "  %s %.2f", what == "rw" ? "both" : what, ($7 + $48) * 1024e-9}' # KiB/s read and written
+    done
+    echo ' GB/s'
+}
 dd_both
 "$build/bench_aio" "$folder" "$gb" 67108864 1 1 1 # what dd does, in one program
+fio_all 1048576 8
 "$build/bench_aio" "$folder" "$gb"
 "$build/bench_aio" "$folder" "$gb" 1048576 32
 "$build/bench_aio" "$folder" "$gb" 4194304 16 2
+fio_all 16777216 8
+"$build/bench_aio" "$folder" "$gb" 16777216 8
 "$build/bench_aio" "$folder" "$gb" 1048576 8 1 1
 dd_both

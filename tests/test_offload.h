@@ -245,6 +245,14 @@ static void test_offload_bytes(Test *t) {
                 expect_true(t, half == 1 || (elements > 0) == (half == 2), "ratio %g offloads %" PRId64 " elements", half / 2.0, elements);
                 if (half == 2) expect_equal_i64(t, "states on the device", z->allocated.bytes[MEMORY_OPTIMIZER_STATES] + z->allocated.bytes[MEMORY_MASTERS], 0);
                 expect_equal_i64(t, "host memory", z->offload.bytes, elements * want[dtype][small]);
+                // Copies reach weights and gradients: these, and nothing else, lie in the part that is pinned.
+                expect_equal_i64(t, "host memory that copies reach", z->offload.travels, elements * ((dtype == DTYPE_FP32 ? 4 : 2) + (small ? 2 : 4)));
+                for (int u = 0; u < z->model->table.n_units; u++)
+                    for (int k = 0; k < HOST_ARRAYS && z->unit[u].update_on_host; k++) {
+                        const int64_t at = z->offload.unit[u].array[k] ? z->offload.unit[u].array[k] - z->offload.region : 0;
+                        const bool first = k == HOST_WEIGHT || k == HOST_GRAD || (k == HOST_MASTER && dtype == DTYPE_FP32);
+                        expect_true(t, !z->offload.unit[u].array[k] || (at < z->offload.travels) == first, "unit %d: array %d begins at %" PRId64 " of %" PRId64, u, k, at, z->offload.travels);
+                    }
                 expect_equal_i64(t, "host memory, planned", memory_total(&trainer->planned_host), z->offload.bytes);
                 zero_trainer_free(trainer);
                 expect_as_planned(t, c, test_grid(), true);
