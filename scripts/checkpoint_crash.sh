@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# checkpoint_crash.sh - kills training runs in their saves and at random instants, then resumes: scripts/checkpoint_crash.sh BINARY [all | long]
+# checkpoint_crash.sh - kills training runs in their saves and at random instants, then resumes:
+#
+#     scripts/checkpoint_crash.sh BINARY [some | all | long [K/N]]
 #
 # Struck runs train 6 updates, save every 2 and keep one checkpoint; they wait for their saves, or make them in the background. One of their
 # ranks is killed before each of its calls of a save (tests/save_fault.c), or strace lets a call fail. After each strike one rank resumes:
@@ -12,13 +14,17 @@
 # random kills and nothing else. The last line is "N passed, N failed, N skipped".
 set -uo pipefail
 root=$(realpath -- "$(dirname "$0")/..")
-binary=$(realpath -- "${1:?usage: scripts/checkpoint_crash.sh BINARY [all | long]}")
-mode=${2:-}
+binary=$(realpath -- "${1:?usage: scripts/checkpoint_crash.sh BINARY [some | all | long [K/N]]}")
+mode=${2:-some} share=${3:-1/1}
 export LC_ALL=C.UTF-8 OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
-case $mode in '') kills=50 ;; all) kills=200 ;; long) kills=1000 ;; *) echo "checkpoint_crash.sh: $mode is neither all nor long" >&2; exit 2 ;; esac
+case $mode in some) kills=50 ;; all) kills=200 ;; long) kills=1000 ;; *) echo "checkpoint_crash.sh: $mode is neither some, all nor long" >&2; exit 2 ;; esac
+part=${share%/*} parts=${share#*/}
+[[ $part/$parts =~ ^[1-9][0-9]?/[1-9][0-9]?$ && $part -le $parts ]] || { echo "checkpoint_crash.sh: $share is no part such as 2/8" >&2; exit 2; }
+kills=$(((kills + parts - 1) / parts))
 base=$(mktemp -d "${TMPDIR:-/tmp}/checkpoint_crash.XXXXXX")
-trap 'cd / && rm -rf -- "$base"' EXIT
+running='' # the session of a run in the background
+trap '[ -z "$running" ] || pkill -9 -s "$running"; cd / && rm -rf -- "$base"' EXIT
 cd -- "$base" || exit 1
 passed=0 failed=0 skipped=0
 
@@ -26,6 +32,7 @@ good() { passed=$((passed + 1)); }
 bad() { echo "FAIL $1"; failed=$((failed + 1)); }
 skip() { echo "skip $1"; skipped=$((skipped + 1)); }
 finish() { echo "$passed passed, $failed failed, $skipped skipped"; [ "$failed" -eq 0 ]; exit; }
+trap 'echo "ended early, after $SECONDS s"; finish' TERM
 
 cat >config.json <<'JSON'
 {
@@ -104,7 +111,7 @@ resume_and_compare() {
 kills_in_saves() { # RANKS RANK BACKGROUND STEP
     local n struck=0 step=$4 what code
     [ "$mode" = all ] && step=1
-    for ((n = 1; n < 2000; n += step)); do
+    for ((n = 1 + (part - 1) * step; n < 2000; n += parts * step)); do
         launch "$1" checkpoint.writer.decoupled="$3"
         rm -rf out
         { LD_PRELOAD=./save_fault.so SAVE_FAULT=$2:$n timeout 60 "${as[@]}" >out.out 2>out.err </dev/null; } 2>/dev/null
@@ -119,7 +126,7 @@ kills_in_saves() { # RANKS RANK BACKGROUND STEP
         resume_and_compare "$what" "$1"
     done
     [ "$code" -eq 0 ] || bad "$1 ranks, unharmed: exit code $code: $(tail -n 1 out.err)"
-    [ "$struck" -gt 2 ] || bad "$1 ranks: the program makes no calls in its saves"
+    [ "$struck" -gt 2 ] || [ "$parts" -gt 1 ] || bad "$1 ranks: the program makes no calls in its saves"
     echo "kill of rank $2 of $1, in the background: $3: struck $struck times, after $SECONDS s"
 }
 
@@ -127,7 +134,7 @@ kills_in_saves() { # RANKS RANK BACKGROUND STEP
 strike() { # CALL WHAT STEP
     local call=$1 what=$2 step=$3 n struck=0 code
     [ "$mode" = all ] && step=1
-    for ((n = 1; n < 2000; n += step)); do
+    for ((n = 1 + (part - 1) * step; n < 2000; n += parts * step)); do
         launch 1
         rm -rf out
         { timeout 60 strace -f -qq -o trace -e "trace=$call" -e "inject=$call:$what:when=$n" "${as[@]}" >out.out 2>out.err </dev/null; } 2>/dev/null
@@ -141,14 +148,15 @@ strike() { # CALL WHAT STEP
         esac
         resume_and_compare "$call $what at call $n" 1
     done
-    [ "$struck" -gt 0 ] || bad "$call: the program never made this call"
+    [ "$struck" -gt 0 ] || [ "$part" -gt 1 ] || bad "$call: the program never made this call"
     echo "$call $what: struck $struck times, after $SECONDS s"
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kills at random instants
 
-RANDOM=$$ # told below, so that a failure can be tried again
+seed=${CRASH_SEED:-$$}
+RANDOM=$seed
 updates() {
     local n
     n=$(grep -ac '"grad_norm"' out/log.jsonl 2>/dev/null)
@@ -188,14 +196,16 @@ random_chain() { # KILLS
             timeout 120 "${as[@]}" >resume.out 2>resume.err </dev/null || problem="exit code $?: $(tail -n 1 resume.err)"
         else
             setsid "${as[@]}" >resume.out 2>resume.err </dev/null &
-            pid=$!
+            pid=$! running=$!
             if [ $((k % 5)) -ne 4 ]; then for ((i = 0; i < 1000 && $(updates) < until; i++)); do sleep 0.01; done; fi # else it has hardly begun
             sleep "0.0$((RANDOM % 5))$((RANDOM % 10))"
             if ! kill -0 "$pid" 2>/dev/null; then
                 wait "$pid" || problem="exit code $? before the kill: $(tail -n 1 resume.err)"
+                running=
                 break
             fi
             kill_run "$pid" "$one"
+            running=
             killed=$((killed + 1))
             told+=" until update $(updates)${one:+, one of them},"
         fi
@@ -247,7 +257,7 @@ if [ "$mode" != long ]; then
     fi
 fi
 if [ -n "$several" ]; then
-    echo "random kills, RANDOM=$$"
+    echo "random kills, CRASH_SEED=$seed"
     while [ "$made" -lt "$kills" ] && [ "$failed" -lt 10 ]; do random_chain 5 2>noise; done
     echo "$made kills at random instants, after $SECONDS s"
 fi
