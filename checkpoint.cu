@@ -103,12 +103,18 @@ typedef struct {
     int64_t manifest_bytes;
 } SaveJob;
 
+// Where the copy has this rank's range of a row: in a stretch of ranges that were copied together, behind `before` values of others.
+typedef struct {
+    int64_t at;          // byte of SaveCopy.memory at which the stretch begins
+    int64_t numel, before;
+} KeptRange;
+
 // Room for the copy of what this rank owns: null where saves are not made in the background.
 typedef struct {
     char *memory;
     int64_t bytes;
     bool pinned;
-    int64_t *at;         // of row and kind [kind * n_rows + row]: where its values are
+    KeptRange *range;    // of row and kind [kind * n_rows + row]
 } SaveCopy;
 
 typedef struct {
@@ -317,7 +323,7 @@ static CheckpointStore *checkpoint_open(const CheckpointPeers *p, const char *sa
 static void checkpoint_close(CheckpointStore *s) {
     CHECK(s->job.phase == SAVE_NONE, "a save is on its way");
     pinned_region_free(s->copy.memory, s->copy.bytes, s->copy.pinned);
-    free(s->copy.at);
+    free(s->copy.range);
     if (s->lock_fd >= 0) close(s->lock_fd); // drops the lock
     if (s->folder.fd >= 0) close(s->folder.fd);
     free(s);

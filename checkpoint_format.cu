@@ -71,8 +71,8 @@ typedef struct {
     // loaded: then a checkpoint may hold more kinds than are asked for.
     void (*get)(void *ctx, int row, int kind, int64_t first, int64_t n, float *values);
     void (*put)(void *ctx, int row, int kind, int64_t first, int64_t n, const float *values);
-    // For saves in the background: begins to copy what makes up n values into 4 n bytes of host memory; waits until
-    // all of that is there; and says, in any thread, what `count` of these values are, from `from` on.
+    // For saves in the background: begins to copy what makes up n values, which may go on in the rows that follow in the unit's buffer, into
+    // 4 n bytes of host memory; waits until all of that is there; and says, in any thread, what `count` of these values are, from `from` on.
     void (*keep)(void *ctx, int row, int kind, int64_t first, int64_t n, void *kept);
     void (*keep_end)(void *ctx);
     void (*kept_get)(void *ctx, int row, int kind, int64_t n, const void *kept, int64_t from, int64_t count, float *values);

@@ -198,7 +198,8 @@ static void save_values(CheckpointStore *s, int row, int kind, int64_t first, in
     int64_t from, to;
     if (!s->job.copied) { t->get(t->ctx, row, kind, first, n, values); return; }
     stored_range(t, row, &from, &to);
-    t->kept_get(t->ctx, row, kind, to - from, s->copy.memory + s->copy.at[kind * t->table->n_rows + row], first - from, n, values);
+    const KeptRange *k = &s->copy.range[kind * t->table->n_rows + row];
+    t->kept_get(t->ctx, row, kind, k->numel, s->copy.memory + k->at, k->before + first - from, n, values);
 }
 
 // A value that may not be kept, if there is one.
@@ -530,7 +531,7 @@ static void checkpoint_copy_alloc(CheckpointStore *s, const CheckpointTensors *t
     s->copy.bytes = stored_shard_plan(t).data_bytes;
     s->copy.pinned = true;
     s->copy.memory = (char *)pinned_region_malloc(max_i64(1, s->copy.bytes), s->copy.bytes, &s->copy.pinned);
-    s->copy.at = (int64_t *)host_alloc(sizeof(int64_t) * (size_t)(t->n_kinds * t->table->n_rows));
+    s->copy.range = (KeptRange *)host_alloc(sizeof(KeptRange) * (size_t)(t->n_kinds * t->table->n_rows));
 }
 
 static void *save_thread(void *store) {
@@ -555,6 +556,41 @@ static void save_work_end(CheckpointStore *s) {
 
 static bool checkpoint_saving(const CheckpointStore *s) { return s->job.phase != SAVE_NONE; }
 
+// The rows of a unit of which this rank saves a range, in the order in which the unit's buffer has them. Returns how many there are.
+static int stored_rows_of_unit(const CheckpointTensors *t, const UnitDesc *u, int row[ROLES_MAX]) {
+    int n = 0;
+    int64_t first, last;
+    for (int i = u->first_row; i < u->first_row + u->n_rows; i++) {
+        if (!stored_range(t, i, &first, &last)) continue;
+        int k = n++;
+        for (; k > 0 && t->table->row[row[k - 1]].offset > t->table->row[i].offset; k--) row[k] = row[k - 1];
+        row[k] = i;
+    }
+    return n;
+}
+
+// Begins to copy one kind of a unit's values to byte `at` of the copy, and returns where the next ones go. Ranges that meet in the unit's
+// buffer are one copy: a GPU's stream has room for about a thousand, and whoever begins another one waits for the first.
+static int64_t keep_unit(CheckpointStore *s, const CheckpointTensors *t, const UnitDesc *u, int kind, int64_t at) {
+    int row[ROLES_MAX], n = stored_rows_of_unit(t, u, row);
+    for (int i = 0, next; i < n; i = next) {
+        int64_t begin = 0, end = 0, numel = 0, first, last;
+        for (next = i; next < n; next++) {
+            const int64_t place = t->table->row[row[next]].offset;
+            stored_range(t, row[next], &first, &last);
+            if (next == i) begin = first;
+            else if (place + first != end) break;
+            s->copy.range[kind * t->table->n_rows + row[next]] = {at, 0, numel};
+            numel += last - first;
+            end = place + last;
+        }
+        for (int k = i; k < next; k++) s->copy.range[kind * t->table->n_rows + row[k]].numel = numel;
+        t->keep(t->ctx, row[i], kind, begin, numel, s->copy.memory + at);
+        at += numel * 4;
+    }
+    return at;
+}
+
 // Begins a save in the background; checkpoint_saving tells whether one is on its way afterwards. What is saved may change only behind
 // what `keep` has begun, until checkpoint_copied has returned.
 static void checkpoint_begin(CheckpointStore *s, const TrainingState *state, const CheckpointTensors *t, int64_t keep_n_most_recent, int64_t num_checkpoints_to_keep) {
@@ -565,13 +601,7 @@ static void checkpoint_begin(CheckpointStore *s, const TrainingState *state, con
         j->phase = SAVE_COPYING;
         j->copied = true;
         for (int kind = 0; kind < t->n_kinds; kind++)
-            for (int row = 0; row < t->table->n_rows; row++) {
-                int64_t first, last;
-                if (!stored_range(t, row, &first, &last)) continue;
-                s->copy.at[kind * t->table->n_rows + row] = at;
-                t->keep(t->ctx, row, kind, first, last - first, s->copy.memory + at);
-                at += (last - first) * 4;
-            }
+            for (int u = 0; u < t->table->n_units; u++) at = keep_unit(s, t, &t->table->unit[u], kind, at);
     }
     j->result.stall_seconds += clock_seconds() - j->start;
 }

@@ -196,7 +196,8 @@ static void zero_keep_own(Zero *z, const void *part, bool on_host, int64_t bytes
     for (int64_t at = 0; at < bytes; at += piece) memcpy((char *)kept + at, (const char *)part + at, (size_t)min_i64(piece, bytes - at));
 }
 
-// Begins to copy what zero_kept_get makes elements [first, first + n) of this rank's part of a row's masters or states from: 4 n bytes.
+// Begins to copy what zero_kept_get makes elements [first, first + n) of this rank's part of a row's masters or states from: 4 n bytes. They may
+// reach over the rows that lie behind it in the unit.
 static void zero_range_keep(Zero *z, int row, StateKind kind, int64_t first, int64_t n, void *kept) {
     const ParamDesc *r = &z->model->table.row[row];
     const UnitState *s = &z->unit[r->unit];

@@ -18,7 +18,7 @@ typedef struct {
     ModelConfig model;
     ParamTable table;
     struct { int row, kind; int64_t first, n; float *kept; } keeps[FAKE_KEEPS_MAX]; // ranges that are being copied
-    int n_keeps;
+    int n_keeps, copies;                 // so many of them, and at the last keep_end
     int n_kinds;
     float **value[CHECKPOINT_KINDS_MAX]; // [kind][row], unpadded
     int puts;                            // calls of put
@@ -55,6 +55,15 @@ static void fake_put(void *ctx, int row, int kind, int64_t first, int64_t n, con
     f->puts++;
 }
 
+// The row that begins where another one ends in its unit's buffer.
+static int fake_row_behind(const FakeRun *f, int row) {
+    const ParamDesc *r = &f->table.row[row];
+    for (int i = 0; i < f->table.n_rows; i++)
+        if (f->table.row[i].unit == r->unit && f->table.row[i].numel && f->table.row[i].offset == r->offset + param_local_numel(&f->table, r)) return i;
+    CHECK(false, "nothing follows %s", r->name);
+    return -1;
+}
+
 // A copy that is complete at keep_end only.
 static void fake_keep(void *ctx, int row, int kind, int64_t first, int64_t n, void *kept) {
     FakeRun *f = (FakeRun *)ctx;
@@ -64,7 +73,16 @@ static void fake_keep(void *ctx, int row, int kind, int64_t first, int64_t n, vo
 
 static void fake_keep_end(void *ctx) {
     FakeRun *f = (FakeRun *)ctx;
-    for (int i = 0; i < f->n_keeps; i++) fake_get(f, f->keeps[i].row, f->keeps[i].kind, f->keeps[i].first, f->keeps[i].n, f->keeps[i].kept);
+    f->copies = f->n_keeps;
+    for (int i = 0; i < f->n_keeps; i++) {
+        int64_t first = f->keeps[i].first, done = 0, n;
+        for (int row = f->keeps[i].row;; row = fake_row_behind(f, row), first = 0) {
+            n = min_i64(f->keeps[i].n - done, param_local_numel(&f->table, &f->table.row[row]) - first);
+            fake_get(f, row, f->keeps[i].kind, first, n, f->keeps[i].kept + done);
+            done += n;
+            if (done == f->keeps[i].n) break;
+        }
+    }
     f->n_keeps = 0;
 }
 

@@ -419,6 +419,35 @@ static void test_checkpoint_long_shard(Test *t) {
     fake_free(f);
 }
 
+// Behind a save in the background the run goes on. Rows that meet in their unit's buffer leave it in one copy, the others one by one; the
+// checkpoint holds what the run held either way.
+static void test_checkpoint_copies(Test *t) {
+    const struct {
+        ModelConfig m;
+        bool meet;
+    } cases[] = {{fake_model(2, 64, 128), true}, {fake_model(2, 6, 5), false}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        FakeRun *f = fake_make(cases[i].m, 3, 7), *g = fake_make(cases[i].m, 3, 99);
+        CkptPath folder;
+        CkptCaptured c;
+        ckpt_folder_fast(folder);
+        CheckpointStore *s = checkpoint_open(&checkpoint_alone, folder, false);
+        checkpoint_copy_alloc(s, &f->tensors);
+        checkpoint_begin(s, &f->state, &f->tensors, 0, 1);
+        checkpoint_copied(s);
+        fake_fill(f, 8);
+        checkpoint_finish(s);
+        expect_true(t, s->job.result.durable, "%s", s->job.result.why);
+        expect_equal_i64(t, "copies", f->copies, f->n_kinds * (cases[i].meet ? f->table.n_units : f->table.n_rows - 1)); // a row is tied
+        checkpoint_close(s);
+        expect_equal_text(t, "chosen", ckpt_load_quietly(folder, "auto", g, &c), "step-00000007");
+        expect_true(t, fake_holds(t, g, 7), "values differ");
+        ckpt_remove(folder);
+        fake_free(f);
+        fake_free(g);
+    }
+}
+
 // Interrupted calls and short writes change nothing; neither does a file system without renameat2's flags, except that a
 // complete checkpoint of the same step is then kept and the save refused.
 static void test_checkpoint_odd_file_systems(Test *t) {
@@ -779,7 +808,7 @@ static const TestRow checkpoint_tests[] = {
     {"folder_deleted", test_checkpoint_folder_deleted},
     {"fail_every_call", test_checkpoint_fail_every_call},
     {"stop_at_every_call", test_checkpoint_stop_at_every_call},
-    {"long_shard", test_checkpoint_long_shard}, {"odd_file_systems", test_checkpoint_odd_file_systems},
+    {"long_shard", test_checkpoint_long_shard}, {"copies", test_checkpoint_copies}, {"odd_file_systems", test_checkpoint_odd_file_systems},
     {"file_size_limit", test_checkpoint_file_size_limit},
     {"space", test_checkpoint_space},
     {"crash_model", test_checkpoint_crash_model},
