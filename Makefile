@@ -167,6 +167,9 @@ $(BUILD)/train_gpt $(BUILD)/test_gpt: $(BUILD)/%: $(BUILD)/%.o $(OBJS) $(BUILD)/
 $(BUILD)/bench_aio: tests/bench_aio.cpp $(BUILD)/aio_$(AIO).o
 	$(call run,link   ,$(COMPILE) $(DEPFLAGS) $< $(BUILD)/aio_$(AIO).o -o $@ $(AIO_LIBS))
 
+$(BUILD)/bench_save: tests/bench_save.cpp $(OBJS) $(BUILD)/link.flags
+	$(call run,link   ,$(COMPILE) $(DEPFLAGS) $(CUDA_LINK_FLAGS) $< $(OBJS) -o $@ $(LIBS))
+
 quickstart:
 	@scripts/quickstart.sh
 
