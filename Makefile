@@ -13,6 +13,8 @@
 #
 # Variables: BACKEND=cpu|cuda (auto)   DEBUG=1 (little optimisation, assertions)   SANITIZE=1   WERROR=1
 #            CPU_ARCH=native (x86-64-v3 for a binary that travels)   CUDA_ARCHS="80 90a"   BUILD=build/<variant>
+#            SUITES="c cli" picks among those of scripts/test.sh, for test and sanitize
+#            HOST_OPT=-O0 compiles all but the kernels without optimisation, in a fifth of the time
 #            V=1 shows the whole commands   CXX, NVCC; CXXFLAGS, NVCCFLAGS, LDFLAGS, LDLIBS are added to ours
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,8 +148,9 @@ DEPFLAGS = -MMD -MP
 # Shows a word and the file, or with V=1 the command.
 run = $(if $(V),$(2),@echo "  $(1) $@" && $(2))
 # Sanitized host code is compiled with little optimisation, which halves the time that this takes; the kernels are not.
+HOST_OPT := $(if $(SANITIZE),-O1)
 $(BUILD)/%.o: %.cu $(BUILD)/compile.flags
-	$(call run,compile,$(COMPILE) $(if $(SANITIZE),-O1) $(DEPFLAGS) -x c++ -c $< -o $@)
+	$(call run,compile,$(COMPILE) $(HOST_OPT) $(DEPFLAGS) -x c++ -c $< -o $@)
 $(BUILD)/test_gpt.o: private COMPILE += -Wno-frame-larger-than
 $(BUILD)/comm_$(COMM).o: private COMPILE += $(COMM_FLAGS)
 $(BUILD)/%.o: runtime/%.cpp $(BUILD)/compile.flags
@@ -176,7 +179,7 @@ quickstart:
 test:
 	@scripts/setup.sh g++ python3 mpicc
 	@$(MAKE) --no-print-directory all
-	@scripts/test.sh $(BUILD)
+	@scripts/test.sh $(BUILD) $(SUITES)
 
 # The tests of several ranks in a DEBUG build, which hides results until they are waited for and looks for missing waits.
 ranks-debug:
@@ -187,12 +190,13 @@ ranks-debug:
 teeth:
 	@python3 tests/teeth.py $(BUGS)
 
+sanitize: SUITES := c cli
 sanitize:
 	@scripts/setup.sh g++ python3
-	@$(MAKE) --no-print-directory BACKEND=cpu SANITIZE=1 sanitize-run
+	@$(MAKE) --no-print-directory BACKEND=cpu SANITIZE=1 SUITES="$(SUITES)" sanitize-run
 # The sanitized build's OpenMP is the system's, which is told here what device_cpu.cpp tells ours: threads that wait shall not spin.
 sanitize-run: binaries
-	@GOMP_SPINCOUNT=1000 scripts/test.sh $(BUILD) c cli
+	@GOMP_SPINCOUNT=1000 scripts/test.sh $(BUILD) $(SUITES)
 
 emulate:
 	@scripts/setup.sh g++ python3

@@ -23,15 +23,16 @@ compiler=$(command -v clang++ || compgen -c clang++- | sort -Vr | head -n 1)
 [ -n "$compiler" ] || { echo "fuzz.sh: clang++ is not installed; scripts/setup.sh clang installs it" >&2; exit 2; }
 mkdir -p build/fuzz
 
-for name in "${targets[@]}"; do
-    source=tests/fuzz_$name.cpp binary=build/fuzz/fuzz_$name corpus=build/fuzz/corpus_$name log=build/fuzz/$name.log
-    if [ ! -f "$source" ]; then echo "FAIL fuzz $name: there is no $source"; failed=$((failed + 1)); continue; fi
+# One target: builds it and runs it. Its line says how it went; the code is that of failure.
+fuzz() { # NAME
+    local name=$1 source=tests/fuzz_$1.cpp binary=build/fuzz/fuzz_$1 corpus=build/fuzz/corpus_$1 log=build/fuzz/$1.log
+    local folders length code runs covered
+    if [ ! -f "$source" ]; then echo "FAIL fuzz $name: there is no $source"; return 1; fi
     mkdir -p "$corpus"
     if ! "$compiler" -std=gnu++17 -g -O1 -pthread -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Wno-unused-function "$source" -o "$binary" >"$log" 2>&1; then
         echo "FAIL fuzz $name: does not compile"
         head -n 20 "$log"
-        failed=$((failed + 1))
-        continue
+        return 1
     fi
     folders=("$corpus")
     [ -d "tests/$name" ] && folders+=("tests/$name")
@@ -43,12 +44,24 @@ for name in "${targets[@]}"; do
     covered=$(grep -aoE 'cov: [0-9]+ ft: [0-9]+' "$log" | tail -n 1)
     if [ "$code" -eq 0 ] && [ "${runs:-0}" -gt 0 ]; then
         echo "ok   fuzz $name: $runs inputs in $seconds s, ${covered:-no coverage}"
-        passed=$((passed + 1))
-    else
-        echo "FAIL fuzz $name: exit code $code after ${runs:-0} inputs; the input is in build/fuzz, the end of $log is:"
-        tail -n 40 "$log"
-        failed=$((failed + 1))
+        return 0
     fi
+    echo "FAIL fuzz $name: exit code $code after ${runs:-0} inputs; the input is in build/fuzz, the end of $log is:"
+    tail -n 40 "$log"
+    return 1
+}
+
+# As many at a time as there are processors: each target has one thread.
+running=0
+reap() {
+    if wait -n; then passed=$((passed + 1)); else failed=$((failed + 1)); fi
+    running=$((running - 1))
+}
+for name in "${targets[@]}"; do
+    [ "$running" -lt "$(nproc)" ] || reap
+    fuzz "$name" &
+    running=$((running + 1))
 done
+while [ "$running" -gt 0 ]; do reap; done
 echo "$passed passed, $failed failed, 0 skipped"
 [ "$failed" -eq 0 ]
