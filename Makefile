@@ -138,7 +138,7 @@ $(BUILD):
 
 # These files change only when their text does, so that other flags or other files rebuild what they concern.
 $(BUILD)/compile.flags: FORCE | $(BUILD)
-	@printf '%s\n' "$(subst ",,$(COMPILE) optimizer $(UNFUSED))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(COMPILE) optimizer $(UNFUSED))" >$@
+	@printf '%s\n' "$(subst ",,$(COMPILE) host $(HOST_OPT) optimizer $(UNFUSED))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(COMPILE) host $(HOST_OPT) optimizer $(UNFUSED))" >$@
 $(BUILD)/cuda.flags: FORCE | $(BUILD)
 	@printf '%s\n' "$(subst ",,$(COMPILE_CUDA) optimizer $(UNFUSED_CUDA))" | cmp -s - $@ || printf '%s\n' "$(subst ",,$(COMPILE_CUDA) optimizer $(UNFUSED_CUDA))" >$@
 $(BUILD)/link.flags: FORCE | $(BUILD)
