@@ -7,22 +7,7 @@ base=$(mktemp -d "${TMPDIR:-/tmp}/test_shell.XXXXXX")
 trap 'cd / && chmod -R u+rwX -- "$base" 2>/dev/null; rm -rf -- "$base"' EXIT
 started=() # processes of the row that is running, ended with it
 
-passed=0 failed=0 skipped=0
-compared=0 problem='' skip_reason=''
-
-fail() { [ -z "$problem" ] && problem=$1; return 0; }
-skip() { skip_reason=$1; }
-# expect DESCRIPTION COMMAND...: the command must succeed
-expect() {
-    local what=$1
-    shift
-    compared=$((compared + 1))
-    "$@" >/dev/null 2>&1 || fail "$what"
-}
-equal() { # WHAT GOT WANT
-    compared=$((compared + 1))
-    [ "$2" = "$3" ] || fail "$1 is '${2:0:200}', expected '$3'"
-}
+source "$root/tests/shell_checks.sh"
 # The last run's standard error holds this (a fixed text).
 says() {
     compared=$((compared + 1))

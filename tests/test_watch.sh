@@ -34,20 +34,8 @@ if [ -n "$trainer" ]; then cp -- "$trainer" "$base/train_gpt" && trainer=$base/t
 # ---------------------------------------------------------------------------------------------------------------------
 # The frame
 
-passed=0 failed=0 skipped=0
-compared=0 problem='' late='' skip_reason='' figures=''
-fail() { [ -z "$problem" ] && problem=$1; return 0; }
-skip() { skip_reason=$1; }
-expect() { # DESCRIPTION COMMAND...
-    local what=$1
-    shift
-    compared=$((compared + 1))
-    "$@" >/dev/null 2>&1 || fail "$what"
-}
-equal() { # WHAT GOT WANT
-    compared=$((compared + 1))
-    [ "$2" = "$3" ] || fail "$1 is '${2:0:200}', expected '$3'"
-}
+source "$root/tests/shell_checks.sh"
+late='' figures=''
 says() { # RUN TEXT: its standard error holds this
     compared=$((compared + 1))
     grep -aqF -- "$2" "$1/err" || fail "standard error of $1 lacks '$2'; it is: $(grep -a '^error' "$1/err" | head -c 400)"
