@@ -147,6 +147,7 @@ typedef struct {
     int64_t steps, seq_len, seed; // seq_len 0 = the model's n_positions
     int64_t logits_bytes;         // most memory for the logits of a micro-batch at once
     bool matmul_search, cuda_graphs, gelu_apart;
+    char matmul_cache[CONFIG_PATH_MAX]; // "auto", "none" or a path
     int64_t tensor_parallel_pieces; // in which rows travel between tensor-parallel ranks
     char output_dir[CONFIG_PATH_MAX];
     int64_t eval_every, eval_batches, sample_every, sample_tokens; // 0 = never; eval_batches 0 = all

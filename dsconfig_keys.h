@@ -423,6 +423,7 @@ static const ConfigKey config_keys[] = {
     USE("train_gpt.run.seq_len", KEY_INT, run.seq_len, "", "1..", 0, "tokens in a sample; default n_positions"),
     USE("train_gpt.run.logits_bytes", KEY_INT, run.logits_bytes, "1073741824", "1..", 0, "most memory for logits: the head takes as many tokens at once, a power of two and at least 128"),
     USE("train_gpt.run.matmul_search", KEY_BOOL, run.matmul_search, "true", "", 0, "time several algorithms for each large matrix product, once; results are the same to the bit"),
+    USE("train_gpt.run.matmul_cache", KEY_TEXT, run.matmul_cache, "auto", "", WORD_AUTO, "file that keeps what the search finds for later runs: auto (train_gpt/products in $XDG_CACHE_HOME or ~/.cache), none, or a path"),
     USE("train_gpt.run.cuda_graphs", KEY_BOOL, run.cuda_graphs, "true", "", 0, "launch the kernels of a unit as one graph, with tensor and sequence degree 1; results are the same to the bit"),
     USE("train_gpt.run.tensor_parallel_pieces", KEY_INT, run.tensor_parallel_pieces, "1", "1..16", 0, "rows travel between tensor-parallel ranks in so many pieces, beside the products; 1 = nothing overlaps (docs/parallelism.md)"),
     USE("train_gpt.run.gelu_apart", KEY_BOOL, run.gelu_apart, "", "", 0, "GELU as a kernel of its own, of rounded values, instead of in its product; default true with activation_checkpointing.policy gelu, else false"),

@@ -11,6 +11,7 @@ static CommWorld test_world; // the ranks that run the tests
 #include "tests/dies.h"
 #include "tests/test_kernels.h"
 #include "tests/test_data.h"
+#include "tests/test_products.h"
 #include "tests/test_formats.h"
 #include "tests/test_saves.h"
 #include "tests/test_shards.h"
@@ -33,7 +34,7 @@ static CommWorld test_world; // the ranks that run the tests
 #include "tests/test_plan.h"
 
 static const TestSection test_sections[] = {
-    {"config", config_tests},   {"kernels", kernel_tests},       {"data", data_tests},     {"formats", format_tests},
+    {"config", config_tests},   {"kernels", kernel_tests},       {"data", data_tests},     {"products", product_tests}, {"formats", format_tests},
     {"tables", table_tests},    {"schedules", schedule_tests},   {"pipeline", pipeline_tests}, {"golden", golden_tests}, {"trainer", trainer_tests},
     {"resume", resume_tests},   {"checkpoint", checkpoint_tests}, {"shards", shards_tests}, {"layouts", layouts_tests}, {"parallel", parallel_tests}, {"zero", zero_tests}, {"stages", stages_tests},
     {"graphs", graph_tests},    {"offload", offload_tests},   {"recompute", recompute_tests}, {"tensor", tensor_tests}, {"comm", comm_tests},       {"rendezvous", rendezvous_tests},

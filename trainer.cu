@@ -7,6 +7,7 @@
 #include "runtime/tensor.h"     // Tensor, 16-bit floats
 #include "runtime/device.h"     // memory, streams, events, copies
 #include "dsconfig.h"           // Config, config_load
+#include "runtime/product_cache.h" // where the search for products keeps what it found
 #include "kernels/kernels.h"    // the mathematics, cpu:: and cuda::
 #include "runtime/dataloader.h" // DataLoader: shards, order of samples, prefetch
 #include "runtime/tokenizer.h"  // Tokenizer: tokens to text and back
@@ -264,7 +265,8 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     t->groups = groups_create(grid, 0, cfg->model.tie_word_embeddings ? stage[last] : 0, cfg->zero.direct_exchange);
     links_create(&t->links, &t->pipe, &grid);
     t->stream = stream_create();
-    matmul_search(cfg->run.matmul_search);
+    char products[4096];
+    matmul_search(cfg->run.matmul_search, product_cache_path(products, sizeof products, cfg->run.matmul_cache));
     model_init(&t->model, &cfg->model, plan_part(grid, stage), cfg->dtype, cfg->run.logits_bytes, cfg->run.gelu_apart, t->stream);
     t->model.tp = t->groups.tp;
     t->model.sp = t->groups.sp;

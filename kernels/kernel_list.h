@@ -61,8 +61,9 @@ void linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tensor w, 
 void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bool accumulate, Stream stream);
 
 // Whether the large ones among these products try several algorithms at the first call of a kind, for which the host waits
-// (GPU only; on at first). What they compute does not depend on it, bit for bit.
-void matmul_search(bool on);
+// (GPU only; on at first), and the file that keeps what they find for later runs (runtime/product_cache.h; "" = none, as at first). What
+// they compute depends on neither, bit for bit.
+void matmul_search(bool on, const char *cache_path);
 
 // out = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the form of GPT-2 (Hendrycks and Gimpel 2016). out may alias x.
 void gelu_forward(Tensor out, Tensor x, Stream stream);

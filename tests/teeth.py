@@ -16,6 +16,14 @@ import tempfile
 import time
 
 BUGS = [
+    ("runtime/product_cache.h", " && memcmp(again, text, length) == 0;", ";", "products",
+     "a damaged line of the products' cache counts"),
+    ("runtime/product_cache.h", "l->machine.library == machine->library && ", "", "products",
+     "an algorithm of another version of the library is taken"),
+    ("runtime/product_cache.h", "    product_cache_read(c);\n    product_put(c, &l);", "    product_put(c, &l);", "products",
+     "a rank's algorithms are written over those that another has found"),
+    ("runtime/product_cache.h", "rename(temporary, c->path) == 0", "rename(c->path, temporary) == 0", "products",
+     "the cache's new file never gets its name"),
     ("zero.cu", "g.accumulate[role] = z->grad_written[storage];", "g.accumulate[role] = false;", "golden",
      "micro-batches overwrite each other's gradients"),
     ("zero.cu", "z->grad_written[table->row[i].storage] = true; // its owner", "z->grad_written[i] = true; // its owner", "golden",

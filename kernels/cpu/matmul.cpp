@@ -218,6 +218,6 @@ void linear_backward_weight(Tensor dw, Tensor dbias, Tensor dout, Tensor inp, bo
     multiply(&a, &b, N, &e);
 }
 
-void matmul_search(bool on) { (void)on; }
+void matmul_search(bool on, const char *cache_path) { (void)on; (void)cache_path; }
 
 } // namespace cpu

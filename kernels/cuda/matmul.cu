@@ -7,11 +7,12 @@
 //     dinp (N,C)  = dout (N,OC) w       dinp^T (C,N)  = w^T  (stored C,OC)              dout^T (OC,N)
 //     dw   (OC,C) = dout^T inp          dw^T   (C,OC) = inp^T (stored C,N)              dout   (stored OC,N: transposed)
 //
-// The algorithm is chosen once a kind of product (a Plan) and kept. cuBLASLt's heuristic names candidates, the one it
-// thinks best first; for large products they are timed, on the very operands of the first call, and the fastest is taken
-// among those that give the bits of the first. So the choice may differ from run to run, and results do not.
+// The algorithm is chosen once a kind of product (a Plan) and kept. cuBLASLt's heuristic names candidates, the one it thinks best first;
+// for large products they and others are timed, on the very operands of the first call, and the fastest is taken among those that
+// give the bits of the first. So the choice may differ from run to run, and results do not. It is kept in a file for later runs.
 // Products are accumulated in fp32; fp32 ones are true fp32, without TF32. Where cuBLASLt has no algorithm (odd sizes,
 // odd addresses) a plain kernel does the work.
+#include "../../runtime/product_cache.h"
 #include "common.cuh"
 #include <cublasLt.h>
 
@@ -27,15 +28,16 @@ static const int64_t WORKSPACE_BYTES = 32 << 20; // what NVIDIA recommends for H
 // ---------------------------------------------------------------------------------------------------------------
 // Plans
 
-typedef struct {
+typedef struct { // of one type, so that there is no padding: keys are compared as bytes, and written as numbers
     int64_t m, n, k;             // D is (m, n), column-major
-    int trans_a, trans_b;
-    int type_in, type_out;       // DType of A and B, of C and D
-    int epilogue;                // cublasLtEpilogue_t
-    int has_c;                   // C is read (beta = 1)
-    int align_a, align_b, align_c, align_d, align_bias, align_aux; // bytes, a power of two up to 256
-    int unused;                  // so that there is no padding: keys are compared as bytes
+    int64_t trans_a, trans_b;
+    int64_t type_in, type_out;   // DType of A and B, of C and D
+    int64_t epilogue;            // cublasLtEpilogue_t
+    int64_t has_c;               // C is read (beta = 1)
+    int64_t align_a, align_b, align_c, align_d, align_bias, align_aux; // bytes, a power of two up to 256
 } PlanKey;
+static_assert(sizeof(PlanKey) == PRODUCT_KEY * sizeof(int64_t), "a line of the cache holds a key");
+static_assert(sizeof(cublasLtMatmulAlgo_t) == PRODUCT_ALGO * sizeof(uint64_t), "and an algorithm");
 
 typedef struct {
     PlanKey key;
@@ -45,23 +47,32 @@ typedef struct {
     cublasLtMatmulAlgo_t algo;
 } Plan;
 
-enum { CANDIDATES_MAX = 16, SEARCH_ROUNDS = 5 };
+enum { HEURISTIC_MAX = 16, CANDIDATES_MAX = 4096, FINALISTS = 6, FINAL_ROUNDS = 4 };
 static const double SEARCH_FLOPS_MIN = 1e10;   // smaller products take less time than their launch
-static const double SEARCH_SECONDS_MAX = 10;   // of the whole program; later plans take the first candidate
+static const double SEARCH_SECONDS_MAX = 60;   // of the whole program; later plans take the first candidate
+static const double SCREEN_SECONDS = 0.7;      // of one product
+static const double FINAL_WARM_MS = 8, FINAL_MS = 22; // untimed and timed, of one candidate in one round
+static const size_t WIDE_FREE_BYTES = (size_t)1 << 30;
 
 static cublasLtHandle_t handle;
 static Plan *plans;
 static int n_plans, plans_room;
 static bool search_on = true;
+static ProductCache cache;       // what earlier runs found
 
-void cuda::matmul_search(bool on) { search_on = on; }
+void cuda::matmul_search(bool on, const char *cache_path) {
+    int driver = 0;
+    search_on = on;
+    cudaCheck(cudaDriverGetVersion(&driver));
+    product_cache_open(&cache, on ? cache_path : "", product_machine(device_info().name, driver, (int64_t)cublasLtGetVersion()));
+}
 
 static int address_alignment(const void *p) {
     uintptr_t lowest = (uintptr_t)p & (~(uintptr_t)p + 1);
     return lowest == 0 || lowest > 256 ? 256 : (int)lowest;
 }
 
-static cudaDataType_t cuda_type(int dtype) { return dtype == DTYPE_FP32 ? CUDA_R_32F : dtype == DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F; }
+static cudaDataType_t cuda_type(int64_t dtype) { return dtype == DTYPE_FP32 ? CUDA_R_32F : dtype == DTYPE_BF16 ? CUDA_R_16BF : CUDA_R_16F; }
 
 static void op_set(cublasLtMatmulDesc_t op, cublasLtMatmulDescAttributes_t what, const void *value, size_t bytes) {
     cublasCheck(cublasLtMatmulDescSetAttribute(op, what, value, bytes));
@@ -74,7 +85,7 @@ static void plan_set_pointers(const Plan *p, const void *bias, const void *aux) 
 }
 
 // Makes a plan with the heuristic's first choice. Stores it and the others in `candidates`, and returns how many.
-static int plan_make(Plan *p, const PlanKey *key, const void *bias, const void *aux, cublasLtMatmulAlgo_t candidates[CANDIDATES_MAX]) {
+static int plan_make(Plan *p, const PlanKey *key, const void *bias, const void *aux, cublasLtMatmulAlgo_t candidates[HEURISTIC_MAX]) {
     memset(p, 0, sizeof *p);
     p->key = *key;
     cudaDataType_t in = cuda_type(key->type_in), out = cuda_type(key->type_out);
@@ -106,9 +117,9 @@ static int plan_make(Plan *p, const PlanKey *key, const void *bias, const void *
     cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align_b, sizeof align_b));
     cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align_c, sizeof align_c));
     cublasCheck(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align_d, sizeof align_d));
-    cublasLtMatmulHeuristicResult_t found[CANDIDATES_MAX];
+    cublasLtMatmulHeuristicResult_t found[HEURISTIC_MAX];
     int n_found = 0, n = 0;
-    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, p->op, p->a, p->b, p->d, p->d, preference, CANDIDATES_MAX, found, &n_found);
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle, p->op, p->a, p->b, p->d, p->d, preference, HEURISTIC_MAX, found, &n_found);
     cublasCheck(cublasLtMatmulPreferenceDestroy(preference));
     if (status != CUBLAS_STATUS_SUCCESS && status != CUBLAS_STATUS_NOT_SUPPORTED && status != CUBLAS_STATUS_INVALID_VALUE) cublasCheck(status);
     for (int i = 0; status == CUBLAS_STATUS_SUCCESS && i < n_found; i++)
@@ -158,23 +169,167 @@ static cublasStatus_t plan_run(const Plan *plan, const cublasLtMatmulAlgo_t *alg
 
 // ---------------------------------------------------------------------------------------------------------------
 // The search
+//
+//   heuristic   what cuBLASLt names, at most 16, the one it thinks best first: its bits are the bits of the product
+//   wide        the first's kind of kernel with other tiles, clusters, orders and options, those that promise most first
+//   screening   one call of each, as long as there is time
+//   finals      the fastest of those that give the first's bits, each for tens of milliseconds, by turns, on a hot GPU
+//
+// The finals are there because products run into the limit of power: the clock falls by a quarter, and what counts is then how much work
+// an algorithm does for its energy, which a brief call on a cool GPU does not show (docs/benchmarks.md).
 
-// The bits of a result in one number; the host waits.
-static uint64_t result_hash(const void *d, int64_t bytes, Stream stream) {
-    uint64_t *hash = (uint64_t *)scratch_get(WORKSPACE_BYTES, stream), got; // the product no longer needs its workspace
-    cuda::hash_words(hash, tensor1((void *)d, DTYPE_FP32, bytes / 4), 0, false, stream);
-    cudaCheck(cudaMemcpyAsync(&got, hash, sizeof got, cudaMemcpyDeviceToHost, (cudaStream_t)stream));
-    stream_sync(stream);
-    return got;
+typedef struct {
+    cublasLtMatmulAlgo_t algo;
+    double cost; // in work of the processors, for the order of screening
+    double ms;
+} Candidate;
+
+static int candidate_by_cost(const void *a, const void *b) {
+    const double x = ((const Candidate *)a)->cost, y = ((const Candidate *)b)->cost;
+    return (x > y) - (x < y);
 }
 
-// Puts the fastest of n candidates into the plan: the median of a few rounds, in which all take turns, so that a clock that
-// drifts is fair to all. A result that may not be overwritten yet (it is also an operand) goes to memory of its own; if
-// there is none to spare, the first candidate stays.
+static int candidate_by_ms(const void *a, const void *b) {
+    const double x = ((const Candidate *)a)->ms, y = ((const Candidate *)b)->ms;
+    return (x > y) - (x < y);
+}
+
+// Tiles of D that won somewhere, and their neighbours. Older libraries do not name them; there the heuristic's list has to do.
+static const struct {
+    int id, m, n;
+} wide_tiles[] = {
+#if CUBLAS_VERSION >= 130000
+#define TILE(m, n) {CUBLASLT_MATMUL_TILE_##m##x##n, m, n}
+    TILE(64, 256), TILE(64, 264), TILE(64, 280), TILE(64, 328), TILE(96, 128), TILE(96, 256), TILE(128, 96), TILE(128, 112), TILE(128, 120),
+    TILE(128, 128), TILE(128, 136), TILE(128, 144), TILE(128, 152), TILE(128, 160), TILE(128, 168), TILE(128, 176), TILE(128, 184), TILE(128, 192),
+    TILE(128, 200), TILE(128, 208), TILE(128, 224), TILE(128, 240), TILE(128, 256), TILE(128, 280), TILE(136, 128), TILE(136, 256), TILE(144, 128),
+    TILE(152, 128), TILE(160, 128), TILE(160, 192), TILE(160, 256), TILE(168, 128), TILE(176, 128), TILE(176, 192), TILE(176, 256), TILE(184, 128), TILE(192, 88),
+    TILE(192, 96), TILE(192, 104), TILE(192, 112), TILE(192, 128), TILE(192, 176), TILE(192, 192), TILE(208, 128), TILE(208, 192), TILE(240, 128),
+    TILE(256, 64), TILE(256, 80), TILE(256, 96), TILE(256, 104), TILE(256, 112), TILE(256, 120), TILE(256, 128), TILE(256, 136), TILE(256, 152),
+    TILE(256, 168), TILE(256, 176), TILE(320, 64), TILE(320, 128), TILE(384, 64), TILE(384, 96), TILE(384, 112),
+#undef TILE
+#endif
+    {0, 0, 0},
+};
+
+// The attribute of an algorithm as a number; 0 where it has none.
+static int64_t algo_get(const cublasLtMatmulAlgo_t *algo, cublasLtMatmulAlgoConfigAttributes_t what, size_t bytes) {
+    int64_t value = 0; // little endian
+    size_t written;
+    return cublasLtMatmulAlgoConfigGetAttribute(algo, what, &value, bytes, &written) == CUBLAS_STATUS_SUCCESS ? value : 0;
+}
+
+static bool algo_set(cublasLtMatmulAlgo_t *algo, cublasLtMatmulAlgoConfigAttributes_t what, int64_t value, size_t bytes) {
+    return cublasLtMatmulAlgoConfigSetAttribute(algo, what, &value, bytes) == CUBLAS_STATUS_SUCCESS;
+}
+
+// Whether the library would run it in our workspace.
+static bool plan_accepts(const Plan *plan, const cublasLtMatmulAlgo_t *algo) {
+    cublasLtMatmulHeuristicResult_t result;
+    return cublasLtMatmulAlgoCheck(handle, plan->op, plan->a, plan->b, plan->d, plan->d, algo, &result) == CUBLAS_STATUS_SUCCESS &&
+           result.workspaceSize <= (size_t)WORKSPACE_BYTES;
+}
+
+// Adds to a list of n what has the first one's kernel family and split of k, cheapest first; returns the new number. The cost of tiles is
+// that of whole waves over the processors, and more where a tile's edges are long for its area, since operands enter over the edges.
+static int plan_widen(const Plan *plan, Candidate *list, int n) {
+    static const struct { cublasLtClusterShape_t shape; double cost; } clusters[] = {
+        {CUBLASLT_CLUSTER_SHAPE_2x1x1, 1.00}, {CUBLASLT_CLUSTER_SHAPE_1x2x1, 1.00}, {CUBLASLT_CLUSTER_SHAPE_1x1x1, 1.01},
+        {CUBLASLT_CLUSTER_SHAPE_2x2x1, 1.03}, {CUBLASLT_CLUSTER_SHAPE_2x4x1, 1.03}};
+    const cublasLtMatmulAlgo_t *first = &list[0].algo;
+    const cudaDataType_t in = cuda_type(plan->key.type_in), out = cuda_type(plan->key.type_out);
+    const int64_t splits = algo_get(first, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, 4);
+    cublasLtMatmulAlgo_t base;
+    if (cublasLtMatmulAlgoInit(handle, CUBLAS_COMPUTE_32F, CUDA_R_32F, in, in, out, out, (int)algo_get(first, CUBLASLT_ALGO_CONFIG_ID, 4), &base) != CUBLAS_STATUS_SUCCESS) return n;
+    if (!algo_set(&base, CUBLASLT_ALGO_CONFIG_STAGES_ID, algo_get(first, CUBLASLT_ALGO_CONFIG_STAGES_ID, 4), 4) ||
+        !algo_set(&base, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, splits, 4) ||
+        !algo_set(&base, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, algo_get(first, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, 4), 4) ||
+        !algo_set(&base, CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID, algo_get(first, CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID, 2), 2)) return n;
+    int32_t options = 0;
+    size_t written;
+    if (cublasLtMatmulAlgoCapGetAttribute(&base, CUBLASLT_ALGO_CAP_CUSTOM_OPTION_MAX, &options, sizeof options, &written) != CUBLAS_STATUS_SUCCESS) options = 0;
+    const int from = n;
+    for (int t = 0; wide_tiles[t].id; t++) {
+        const int64_t m = wide_tiles[t].m, width = wide_tiles[t].n;
+        const int64_t tiles = ceil_div(plan->key.m, m) * ceil_div(plan->key.n, width) * max_i64(splits, 1);
+        const double cost = (double)ceil_div(tiles, sm_count()) * (double)(m * width + 8 * (m + width));
+        for (int64_t option = 0; option <= min_i64(options, 7); option++)
+            for (size_t c = 0; c < sizeof clusters / sizeof *clusters; c++)
+                for (int64_t swizzle = 0; swizzle < 2 && n < CANDIDATES_MAX; swizzle++) {
+                    Candidate *x = &list[n];
+                    x->algo = base;
+                    x->cost = cost * clusters[c].cost;
+                    n += algo_set(&x->algo, CUBLASLT_ALGO_CONFIG_TILE_ID, wide_tiles[t].id, 4) && algo_set(&x->algo, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, option, 4) &&
+                         algo_set(&x->algo, CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, clusters[c].shape, 2) &&
+                         algo_set(&x->algo, CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING, swizzle, 4) && plan_accepts(plan, &x->algo);
+                }
+    }
+    qsort(list + from, (size_t)(n - from), sizeof *list, candidate_by_cost);
+    return n;
+}
+
+// The bits of an algorithm's result in one number, over memory that holds another; the host waits. False where it does not run.
+static bool plan_hash(const Plan *plan, const cublasLtMatmulAlgo_t *algo, const Product *p, void *d, int64_t bytes, uint64_t *got, Stream stream) {
+    cudaCheck(cudaMemsetAsync(d, 0xff, (size_t)bytes, (cudaStream_t)stream)); // NaNs
+    if (plan_run(plan, algo, p, d, stream) != CUBLAS_STATUS_SUCCESS) return false;
+    uint64_t *hash = (uint64_t *)scratch_get(WORKSPACE_BYTES, stream); // the product no longer needs its workspace
+    cuda::hash_words(hash, tensor1(d, DTYPE_FP32, bytes / 4), 0, false, stream);
+    cudaCheck(cudaMemcpyAsync(got, hash, sizeof *got, cudaMemcpyDeviceToHost, (cudaStream_t)stream));
+    stream_sync(stream);
+    return true;
+}
+
+// Milliseconds of one of `calls` in a row; the host waits.
+static double plan_ms(const Plan *plan, const cublasLtMatmulAlgo_t *algo, const Product *p, void *d, int calls, Stream stream) {
+    static Event from, to;
+    if (!from) from = event_create(), to = event_create();
+    event_record(from, stream);
+    for (int i = 0; i < calls; i++) cublasCheck(plan_run(plan, algo, p, d, stream));
+    event_record(to, stream);
+    event_sync(to);
+    return event_elapsed_ms(from, to) / calls;
+}
+
+// Puts the fastest of the list into plan->algo: n of it from the heuristic, the rest found here. `want` are the bits that it must give.
+static void plan_compete(Plan *plan, Candidate *list, int n, uint64_t want, const Product *p, void *d, int64_t bytes, Stream stream) {
+    static bool told;
+    const double start = clock_seconds();
+    size_t free_bytes = 0, total;
+    if (!told) note("looking for the fastest algorithm of each large matrix product, one to two seconds each%s%s (train_gpt.run.matmul_cache, .matmul_search)", cache.path[0] ? "; what is found is kept in " : "", cache.shown);
+    told = true;
+    cudaCheck(cudaMemGetInfo(&free_bytes, &total));
+    const int named = n;
+    if (free_bytes > WIDE_FREE_BYTES) n = plan_widen(plan, list, n); // every kernel tried takes some
+    int screened = 0;
+    for (; screened < n && (screened < named || clock_seconds() - start < SCREEN_SECONDS); screened++) {
+        Candidate *x = &list[screened];
+        x->ms = plan_run(plan, &x->algo, p, d, stream) == CUBLAS_STATUS_SUCCESS ? plan_ms(plan, &x->algo, p, d, 1, stream) : INFINITY; // the first call loads the kernel
+    }
+    qsort(list, (size_t)screened, sizeof *list, candidate_by_ms);
+    int finalist[FINALISTS], n_finalists = 0;
+    for (int i = 0; i < screened && n_finalists < FINALISTS && list[i].ms < INFINITY; i++) {
+        uint64_t bits;
+        if (plan_hash(plan, &list[i].algo, p, d, bytes, &bits, stream) && bits == want) finalist[n_finalists++] = i;
+    }
+    double ms[FINALISTS] = {};
+    for (int round = 0; round < FINAL_ROUNDS; round++)
+        for (int k = 0; k < n_finalists; k++) {
+            const int turn = round % 2 ? n_finalists - 1 - k : k; // to and fro, so that a clock that falls is fair to all
+            const Candidate *x = &list[finalist[turn]];
+            plan_ms(plan, &x->algo, p, d, (int)(FINAL_WARM_MS * (k ? 1 : 3) / x->ms) + 1, stream);
+            ms[turn] += plan_ms(plan, &x->algo, p, d, (int)(FINAL_MS / x->ms) + 1, stream);
+        }
+    int best = 0;
+    for (int k = 1; k < n_finalists; k++) if (ms[k] < ms[best]) best = k;
+    if (n_finalists) plan->algo = list[finalist[best]].algo;
+}
+
+// Finds the fastest algorithm for a plan with n candidates from the heuristic: in the file of earlier runs, else by trying. A result that
+// may not be overwritten yet (it is also an operand) goes to memory of its own; if there is none to spare, the first candidate stays.
 static void plan_search(Plan *plan, const cublasLtMatmulAlgo_t *candidates, int n, const Product *p, Stream stream) {
     static double seconds;
     const int64_t bytes = p->m * p->n * dtype_bytes(p->type_out);
-    if (n < 2 || 2.0 * (double)p->m * (double)p->n * (double)p->k < SEARCH_FLOPS_MIN || seconds > SEARCH_SECONDS_MAX) return;
+    if (n < 1 || 2.0 * (double)p->m * (double)p->n * (double)p->k < SEARCH_FLOPS_MIN) return;
     if (bytes % 4 != 0 || bytes / 4 > INT32_MAX || !is_aligned(p->d, 16)) return; // results are compared by hash_words
     const bool apart = p->c == p->d;
     const double start = clock_seconds();
@@ -185,34 +340,23 @@ static void plan_search(Plan *plan, const cublasLtMatmulAlgo_t *candidates, int 
         cudaGetLastError(); // forgotten
         return;
     }
-    double ms[CANDIDATES_MAX][SEARCH_ROUNDS];
-    bool same[CANDIDATES_MAX];
-    int best = -1;
-    uint64_t want = 0;
-    for (int i = 0; i < n; i++) { // also warms up
-        same[i] = false;
-        if (plan_run(plan, &candidates[i], p, d, stream) != CUBLAS_STATUS_SUCCESS) continue; // the heuristic promised too much
-        const uint64_t bits = result_hash(d, bytes, stream);
-        if (best < 0) best = i, want = bits;
-        same[i] = bits == want;
-    }
-    Event from = event_create(), to = event_create();
-    for (int round = 0; round < SEARCH_ROUNDS; round++)
-        for (int i = 0; i < n; i++) {
-            if (!same[i]) continue;
-            event_record(from, stream);
-            cublasCheck(plan_run(plan, &candidates[i], p, d, stream));
-            event_record(to, stream);
-            event_sync(to);
-            double at = event_elapsed_ms(from, to);
-            int k = round; // sorted by insertion
-            for (; k > 0 && ms[i][k - 1] > at; k--) ms[i][k] = ms[i][k - 1];
-            ms[i][k] = at;
+    uint64_t want = 0, bits = 0;
+    int first = 0;
+    while (first < n && !plan_hash(plan, &candidates[first], p, d, bytes, &want, stream)) first++; // the heuristic promises too much at times
+    if (first < n) {
+        plan->algo = candidates[first];
+        const uint64_t *stored = product_cache_find(&cache, (const int64_t *)&plan->key);
+        cublasLtMatmulAlgo_t known;
+        if (stored) memcpy(&known, stored, sizeof known);
+        if (stored && plan_accepts(plan, &known) && plan_hash(plan, &known, p, d, bytes, &bits, stream) && bits == want) plan->algo = known;
+        else if (seconds < SEARCH_SECONDS_MAX) {
+            Candidate *list = (Candidate *)host_alloc(sizeof(Candidate) * CANDIDATES_MAX);
+            for (int i = first; i < n; i++) list[i - first].algo = candidates[i];
+            plan_compete(plan, list, n - first, want, p, d, bytes, stream);
+            free(list);
+            product_cache_store(&cache, (const int64_t *)&plan->key, (const uint64_t *)&plan->algo);
         }
-    for (int i = 0; i < n; i++) if (same[i] && ms[i][SEARCH_ROUNDS / 2] < ms[best][SEARCH_ROUNDS / 2]) best = i;
-    if (best >= 0) plan->algo = candidates[best];
-    event_destroy(from);
-    event_destroy(to);
+    }
     if (apart) cudaCheck(cudaFreeAsync(d, (cudaStream_t)stream));
     seconds += clock_seconds() - start;
 }
@@ -226,14 +370,14 @@ static bool product_by_library(const Product *p, Stream stream) {
     key.m = p->m; key.n = p->n; key.k = p->k;
     key.trans_a = p->trans_a; key.trans_b = p->trans_b;
     key.type_in = p->type_in; key.type_out = p->type_out;
-    key.epilogue = (int)p->epilogue;
+    key.epilogue = p->epilogue;
     key.has_c = p->c != NULL;
     key.align_a = address_alignment(p->a); key.align_b = address_alignment(p->b);
     key.align_d = address_alignment(p->d); key.align_c = p->c ? address_alignment(p->c) : key.align_d;
     key.align_bias = address_alignment(p->bias); key.align_aux = address_alignment(p->aux);
     Plan *plan = plan_find(&key);
     if (!plan) {
-        cublasLtMatmulAlgo_t candidates[CANDIDATES_MAX];
+        cublasLtMatmulAlgo_t candidates[HEURISTIC_MAX];
         plan = plan_add();
         const int n = plan_make(plan, &key, p->bias, p->aux, candidates);
         if (search_on) plan_search(plan, candidates, n, p, stream);
