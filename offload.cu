@@ -82,7 +82,7 @@
 #include "runtime/watch.h"
 #include <omp.h>
 
-enum { OFFLOAD_STATES_MAX = 2 };
+enum { OFFLOAD_STATES_MAX = UPDATE_STATES_MAX };
 
 // The files of a rank: masters and states, for updates; and weights, for every pass.
 typedef enum { FILE_UPDATE, FILE_WEIGHTS, OFFLOAD_FILES } FileKind;

@@ -1,7 +1,7 @@
 // optimizer.cu - from gradients to new weights: update rules, learning-rate schedules, loss scaling, clipping.
 //
 // An update rule is a row of optimizer_rules: its name, the names of its states, and a function that launches the
-// kernel on a range of a unit's shard. ZeRO, checkpoints and tests loop over the row; adding an optimizer is a kernel,
+// kernel on ranges of the units' shards. ZeRO, checkpoints and tests loop over the row; adding an optimizer is a kernel,
 // a row and a test.
 //
 // One update (optimizer_step), with the gradients of S*loss in zero's shards, S the loss scale times what zero.cu leaves to be
@@ -151,20 +151,16 @@ typedef struct {
     bool on_host;   // the ranges lie in host memory: the kernels of the CPU
 } UpdateArgs;
 
-// A range of a unit's shard. Function pointers choose between the twins of a kernel: cpu:: is the backend's own where that is the CPU.
-typedef struct {
-    Tensor param, master, grad, state[ZERO_STATES_MAX];
-    double weight_decay;
-} UpdateRange;
-
 typedef struct {
     const char *name;
     int n_states;                             // of them, sgd uses none without momentum
     const char *state_name[ZERO_STATES_MAX];  // keys in checkpoints
-    void (*update)(const UpdateRange *r, const UpdateArgs *a, Stream s);
+    void (*update)(const UpdateRange *r, int ranges, const UpdateArgs *a, Stream s);
 } OptimizerRule;
 
-static void update_adamw(const UpdateRange *r, const UpdateArgs *a, Stream s) {
+// Function pointers choose between the twins of a kernel: cpu:: is the backend's own where that is the CPU.
+
+static void update_adamw(const UpdateRange *r, int ranges, const UpdateArgs *a, Stream s) {
     double t = (double)(a->update + 1);
     bool correct = a->cfg->bias_correction;
     AdamWArgs k = {};
@@ -172,21 +168,21 @@ static void update_adamw(const UpdateRange *r, const UpdateArgs *a, Stream s) {
     k.beta1 = (float)a->betas[0];
     k.beta2 = (float)a->betas[1];
     k.eps = (float)a->cfg->eps;
-    k.weight_decay = (float)r->weight_decay;
+    k.weight_decay = (float)a->cfg->weight_decay;
     k.bias_correction1 = correct ? (float)(1 - pow(a->betas[0], t)) : 1.0f;
     k.bias_correction2 = correct ? (float)(1 - pow(a->betas[1], t)) : 1.0f;
     k.decoupled_decay = a->cfg->adam_w_mode;
-    (a->on_host ? cpu::adamw_update : adamw_update)(r->param, r->master, r->grad, r->state[0], r->state[1], k, a->control, s);
+    (a->on_host ? cpu::adamw_update : adamw_update)(r, ranges, k, a->control, s);
 }
 
-static void update_lion(const UpdateRange *r, const UpdateArgs *a, Stream s) {
-    LionArgs k = {(float)a->lr, (float)a->betas[0], (float)a->betas[1], (float)r->weight_decay};
-    (a->on_host ? cpu::lion_update : lion_update)(r->param, r->master, r->grad, r->state[0], k, a->control, s);
+static void update_lion(const UpdateRange *r, int ranges, const UpdateArgs *a, Stream s) {
+    LionArgs k = {(float)a->lr, (float)a->betas[0], (float)a->betas[1], (float)a->cfg->weight_decay};
+    (a->on_host ? cpu::lion_update : lion_update)(r, ranges, k, a->control, s);
 }
 
-static void update_sgd(const UpdateRange *r, const UpdateArgs *a, Stream s) {
-    SgdArgs k = {(float)a->lr, (float)a->cfg->momentum, (float)a->cfg->dampening, (float)r->weight_decay, a->cfg->nesterov, a->update == 0};
-    (a->on_host ? cpu::sgd_update : sgd_update)(r->param, r->master, r->grad, r->state[0], k, a->control, s);
+static void update_sgd(const UpdateRange *r, int ranges, const UpdateArgs *a, Stream s) {
+    SgdArgs k = {(float)a->lr, (float)a->cfg->momentum, (float)a->cfg->dampening, (float)a->cfg->weight_decay, a->cfg->nesterov, a->update == 0};
+    (a->on_host ? cpu::sgd_update : sgd_update)(r, ranges, k, a->control, s);
 }
 
 // Indexed by OptimizerType.
@@ -348,33 +344,40 @@ static void optimizer_judge(Optimizer *o, Zero *z, double loss, double norm, int
         die_alike(EXIT_NUMERICS, "step %" PRId64 ": 100 updates in a row had a gradient that is not finite: %s; lower the learning rate", step, where);
 }
 
-// Enqueues the kernels of an update of what lives on the device.
+// What this rank updates of a unit. `param`, `masters`: where its weights and masters are.
+static UpdateRange optimizer_range(const Zero *z, int unit, char *param, char *masters) {
+    const UnitState *u = &z->unit[unit];
+    UpdateRange r;
+    memset(&r, 0, sizeof r);
+    r.param = tensor1(param, z->model->dtype, u->update_numel);
+    r.master = tensor1(masters, master_dtype(z->model), u->update_numel);
+    r.grad = zero_grad_part(z, unit, u->update_first - u->shard_numel * z->gather_group.rank, u->update_numel);
+    for (int i = 0; i < z->n_states; i++) r.state[i] = tensor1(u->state[i], DTYPE_FP32, u->update_numel);
+    r.decays = zero_decay_border(z, unit);
+    return r;
+}
+
+// Enqueues the kernels of an update of what lives on the device: one for all units whose weights do, and then, as they come, of
+// those whose weights have their home in host memory.
 static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
-    DType master = master_dtype(z->model);
-    for (int u = 0; u < z->model->table.n_units; u++) {
-        UnitState *unit = &z->unit[u];
-        if (unit->update_on_host) continue;
-        int64_t border = zero_decay_border(z, u), to_shard = unit->update_first - unit->shard_numel * z->gather_group.rank;
-        char *param = (char *)zero_updated_param(z, unit), *masters = (char *)unit->master;
-        if (unit->param_on_host) { // the weights come, and go back
-            offload_fetch_weights(&z->offload, u, z->update_room, z->stream);
-            for (int next = u + 1; next < z->model->table.n_units && !z->unit[next].update_on_host && offload_read_ahead(&z->offload, next); next++) continue;
-            param = (char *)z->update_room;
-            if (z->model->dtype == DTYPE_FP32) masters = param;
-        }
-        for (int part = 0; part < 2; part++) { // elements [0, border) of the range decay
-            int64_t from = part == 0 ? 0 : border, n = part == 0 ? border : unit->update_numel - border;
-            if (n == 0) continue;
-            UpdateRange r;
-            memset(&r, 0, sizeof r);
-            r.param = tensor1(param + from * dtype_bytes(z->model->dtype), z->model->dtype, n);
-            r.master = tensor1(masters + from * dtype_bytes(master), master, n);
-            r.grad = zero_grad_part(z, u, to_shard + from, n);
-            for (int i = 0; i < z->n_states; i++) r.state[i] = tensor1(unit->state[i] + from, DTYPE_FP32, n);
-            r.weight_decay = part == 0 ? o->cfg->optimizer.weight_decay : 0;
-            o->rule->update(&r, a, z->stream);
-        }
-        if (unit->param_on_host) offload_store_weights(&z->offload, u, param, z->stream);
+    const int units = z->model->table.n_units;
+    UpdateRange *here = (UpdateRange *)host_alloc(sizeof(UpdateRange) * (size_t)units);
+    int n = 0;
+    for (int u = 0; u < units; u++) {
+        const UnitState *unit = &z->unit[u];
+        if (!unit->update_on_host && !unit->param_on_host) here[n++] = optimizer_range(z, u, (char *)zero_updated_param(z, unit), (char *)unit->master);
+    }
+    o->rule->update(here, n, a, z->stream);
+    free(here);
+    for (int u = 0; u < units; u++) {
+        const UnitState *unit = &z->unit[u];
+        if (unit->update_on_host || !unit->param_on_host) continue;
+        offload_fetch_weights(&z->offload, u, z->update_room, z->stream);
+        for (int next = u + 1; next < units && !z->unit[next].update_on_host && offload_read_ahead(&z->offload, next); next++) continue;
+        char *param = (char *)z->update_room;
+        const UpdateRange r = optimizer_range(z, u, param, z->model->dtype == DTYPE_FP32 ? param : (char *)unit->master);
+        o->rule->update(&r, 1, a, z->stream);
+        offload_store_weights(&z->offload, u, param, z->stream);
     }
     zero_weights_changed(z);
 }
@@ -389,8 +392,8 @@ static void optimizer_apply_piece(void *context, const OffloadPiece *p, const Pi
     r.master = tensor1(arrays->at[HOST_MASTER], master_dtype(m), p->numel);
     r.grad = tensor1(arrays->at[HOST_GRAD], zero_shard_dtype(u->z), p->numel);
     for (int i = 0; i < u->z->n_states; i++) r.state[i] = tensor1(arrays->at[HOST_STATE_0 + i], DTYPE_FP32, p->numel);
-    r.weight_decay = p->decays ? u->args.cfg->weight_decay : 0;
-    u->rule->update(&r, &u->args, NULL);
+    r.decays = p->decays ? p->numel : 0;
+    u->rule->update(&r, 1, &u->args, NULL);
 }
 
 // Applies the gradients in zero's shards. n_tokens: tokens of the global batch, whose losses the ranks' o->sums[SUM_LOSS] hold.

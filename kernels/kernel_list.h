@@ -136,22 +136,23 @@ void fill(Tensor t, float value, Stream stream);
 // All pointers are to the backend's memory; loss_scale > 0.
 void update_control(UpdateControl *control, const double *sum_squares, const double *sum_loss, double loss_scale, double gradient_clipping, Stream stream);
 
-// Optimizers. The states are f32 (n), grad f32 or bf16 (n), w the master weight in fp32. master is f32 (n), and param act (n)
+// Optimizers, over `ranges` >= 0 ranges r[0], r[1], ... of which none overlaps another; r itself is in the host's memory. In each of them:
+// the states are f32 (n), grad f32 or bf16 (n), w the master weight in fp32. master is f32 (n), and param act (n)
 // gets it rounded: to bf16 with ties away from zero, to fp16 with ties to even; in fp32 training the two are the same memory.
 // Or master is DTYPE_REMAINDER (n), and w is param, bf16 (n), joined with it (master_join in runtime/tensor.h); results are
-// the same bit for bit. g = grad * control->grad_scale; nothing is written where control->apply is 0. control is in the
-// backend's memory.
+// the same bit for bit. g = grad * control->grad_scale; wd = weight_decay for the first `decays` elements, and 0 for the rest. Nothing is
+// written where control->apply is 0. control is in the backend's memory. What an element becomes does not depend on the ranges.
 
 // AdamW (Loshchilov and Hutter 2019): [decoupled: w -= lr*wd*w, else g += wd*w]; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
-// w -= lr * (m / bias_correction1) / (sqrt(v / bias_correction2) + eps).
-void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, const UpdateControl *control, Stream stream);
+// w -= lr * (m / bias_correction1) / (sqrt(v / bias_correction2) + eps).   m, v: state[0], state[1].
+void adamw_update(const UpdateRange *r, int ranges, AdamWArgs args, const UpdateControl *control, Stream stream);
 
-// Lion (Chen et al. 2023): w -= lr*wd*w; w -= lr * sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g.
-void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, const UpdateControl *control, Stream stream);
+// Lion (Chen et al. 2023): w -= lr*wd*w; w -= lr * sign(b1 m + (1-b1) g); m = b2 m + (1-b2) g.   m: state[0].
+void lion_update(const UpdateRange *r, int ranges, LionArgs args, const UpdateControl *control, Stream stream);
 
 // SGD: g += wd*w; if momentum != 0: m = first_update ? g : momentum m + (1-dampening) g; g = nesterov ? g + momentum m : m;
-// w -= lr g. momentum_buffer is not given when momentum is 0.
-void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, const UpdateControl *control, Stream stream);
+// w -= lr g.   m: state[0], not given when momentum is 0.
+void sgd_update(const UpdateRange *r, int ranges, SgdArgs args, const UpdateControl *control, Stream stream);
 
 // Device memory, in bytes, that the kernels above keep for themselves when a model of these sizes trains: scratch of one stream.
 // `rows` of C channels; attention of NH heads of HS over B samples of T tokens.

@@ -7,6 +7,13 @@
 #pragma once
 #include "../runtime/device.h"
 
+// Elements that an optimizer updates; see kernel_list.h for the types. The first `decays` of them get weight decay.
+enum { UPDATE_STATES_MAX = 2 };
+typedef struct {
+    Tensor param, master, grad, state[UPDATE_STATES_MAX]; // (n) each
+    int64_t decays;
+} UpdateRange;
+
 // Hyper-parameters of one optimizer launch; see kernel_list.h for the formulas.
 typedef struct {
     float lr, beta1, beta2, eps, weight_decay;

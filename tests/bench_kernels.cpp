@@ -127,9 +127,13 @@ static void run_sum_squares(Bench *b) { sum_squares_to_double(b->sum, &b->grad, 
 static void run_hash_words(Bench *b) { hash_words((uint64_t *)b->sum, b->param, 0, false, b->stream); }
 static const AdamWArgs adamw_args = {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, 0.5f, true};
 static Tensor as_type(Tensor t, DType type) { return tensor1(t.data, type, tensor_numel(t)); }
-static void run_adamw(Bench *b) { adamw_update(b->param, as_type(b->master, DTYPE_REMAINDER), b->grad, b->m, b->v, adamw_args, b->control, b->stream); }
-static void run_adamw_bf16_grad(Bench *b) { adamw_update(b->param, as_type(b->master, DTYPE_REMAINDER), as_type(b->grad, DTYPE_BF16), b->m, b->v, adamw_args, b->control, b->stream); }
-static void run_adamw_fp32_masters(Bench *b) { adamw_update(b->param, b->master, b->grad, b->m, b->v, adamw_args, b->control, b->stream); }
+static void update_as(Bench *b, DType master, DType grad) {
+    const UpdateRange r = {b->param, as_type(b->master, master), as_type(b->grad, grad), {b->m, b->v}, tensor_numel(b->param)};
+    adamw_update(&r, 1, adamw_args, b->control, b->stream);
+}
+static void run_adamw(Bench *b) { update_as(b, DTYPE_REMAINDER, DTYPE_FP32); }
+static void run_adamw_bf16_grad(Bench *b) { update_as(b, DTYPE_REMAINDER, DTYPE_BF16); }
+static void run_adamw_fp32_masters(Bench *b) { update_as(b, DTYPE_FP32, DTYPE_FP32); }
 static void run_sum_squares_bf16(Bench *b) {
     const Tensor half = as_type(b->grad, DTYPE_BF16);
     sum_squares_to_double(b->sum, &half, 1, false, b->stream);

@@ -54,13 +54,16 @@ static const AdamWArgs adamw = {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.5f, 0.5f, tru
 static const LionArgs lion = {1e-6f, 0.9f, 0.99f, 0.1f};
 static const SgdArgs sgd = {1e-6f, 0.9f, 0.1f, 0.1f, false, false};
 static Tensor flat(void *p, DType t, const Bench *b) { return tensor1(p, t, b->n); }
-static Tensor m_of(const Bench *b) { return flat(b->m, DTYPE_FP32, b); }
-static Tensor v_of(const Bench *b) { return flat(b->v, DTYPE_FP32, b); }
-static void run_adamw(Bench *b) { cpu::adamw_update(flat(b->w, DTYPE_FP32, b), flat(b->w, DTYPE_FP32, b), flat(b->grad, DTYPE_FP32, b), m_of(b), v_of(b), adamw, &b->control, NULL); }
-static void run_adamw_split(Bench *b) { cpu::adamw_update(flat(b->weight, DTYPE_BF16, b), flat(b->remainder, DTYPE_REMAINDER, b), flat(b->grad, DTYPE_FP32, b), m_of(b), v_of(b), adamw, &b->control, NULL); }
-static void run_adamw_split_bf16(Bench *b) { cpu::adamw_update(flat(b->weight, DTYPE_BF16, b), flat(b->remainder, DTYPE_REMAINDER, b), flat(b->grad_bf16, DTYPE_BF16, b), m_of(b), v_of(b), adamw, &b->control, NULL); }
-static void run_lion_split(Bench *b) { cpu::lion_update(flat(b->weight, DTYPE_BF16, b), flat(b->remainder, DTYPE_REMAINDER, b), flat(b->grad, DTYPE_FP32, b), m_of(b), lion, &b->control, NULL); }
-static void run_sgd_split(Bench *b) { cpu::sgd_update(flat(b->weight, DTYPE_BF16, b), flat(b->remainder, DTYPE_REMAINDER, b), flat(b->grad, DTYPE_FP32, b), m_of(b), sgd, &b->control, NULL); }
+// A weight that is its own master, or a split one.
+static UpdateRange range(const Bench *b, bool split, bool bf16_grad) {
+    const Tensor w = flat(b->w, DTYPE_FP32, b), grad = bf16_grad ? flat(b->grad_bf16, DTYPE_BF16, b) : flat(b->grad, DTYPE_FP32, b);
+    return {split ? flat(b->weight, DTYPE_BF16, b) : w, split ? flat(b->remainder, DTYPE_REMAINDER, b) : w, grad, {flat(b->m, DTYPE_FP32, b), flat(b->v, DTYPE_FP32, b)}, b->n};
+}
+static void run_adamw(Bench *b) { const UpdateRange r = range(b, false, false); cpu::adamw_update(&r, 1, adamw, &b->control, NULL); }
+static void run_adamw_split(Bench *b) { const UpdateRange r = range(b, true, false); cpu::adamw_update(&r, 1, adamw, &b->control, NULL); }
+static void run_adamw_split_bf16(Bench *b) { const UpdateRange r = range(b, true, true); cpu::adamw_update(&r, 1, adamw, &b->control, NULL); }
+static void run_lion_split(Bench *b) { const UpdateRange r = range(b, true, false); cpu::lion_update(&r, 1, lion, &b->control, NULL); }
+static void run_sgd_split(Bench *b) { const UpdateRange r = range(b, true, false); cpu::sgd_update(&r, 1, sgd, &b->control, NULL); }
 
 static void *pages(int64_t bytes, bool huge_pages) {
     void *p = aligned_alloc(2 << 20, (size_t)round_up(bytes, 2 << 20));

@@ -879,6 +879,29 @@ static void setup_optimizer(KernelCase *c, int states) {
 }
 static const UpdateControl *control_of(KernelCase *c, int step) { return (const UpdateControl *)operand_find(c, "control")->memory + step; }
 
+// Element i lies in one of B ranges, of which all, half or nothing decays, by turns.
+static int64_t optimizer_first(const KernelCase *c, int64_t k) { return c->s.C * k / c->s.B; }
+static int64_t optimizer_decays(const KernelCase *c, int64_t k) { return (optimizer_first(c, k + 1) - optimizer_first(c, k)) * (2 - k % 3) / 2; }
+static double optimizer_decay(const KernelCase *c, int64_t i, float weight_decay) {
+    int64_t k = 0;
+    while (i >= optimizer_first(c, k + 1)) k++;
+    return i - optimizer_first(c, k) < optimizer_decays(c, k) ? (double)weight_decay : 0;
+}
+static UpdateRange *optimizer_ranges(KernelCase *c) {
+    UpdateRange *r = (UpdateRange *)host_alloc(sizeof *r * (size_t)c->s.B);
+    for (int64_t k = 0; k < c->s.B; k++) {
+        const int64_t first = optimizer_first(c, k), n = optimizer_first(c, k + 1) - first;
+        const char *const names[] = {"param", "master", "grad", "m", "v"};
+        Tensor part[5];
+        for (int i = 0; i < 5; i++) {
+            const Tensor whole = tensor_of(c, names[i]);
+            part[i] = whole.data ? tensor1((char *)whole.data + first * dtype_bytes(whole.dtype), whole.dtype, n) : tensor_none();
+        }
+        r[k] = {part[0], part[1], part[2], {part[3], part[4]}, optimizer_decays(c, k)};
+    }
+    return r;
+}
+
 static AdamWArgs adamw_args(const KernelCase *c, int step) {
     AdamWArgs a = {0.01f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1, (c->s.flags & DECOUPLED) != 0};
     if (!(c->s.flags & NO_CORRECTION)) {
@@ -892,8 +915,9 @@ static void reference_adamw(KernelCase *c) {
     double *w = want_of(c, "master"), *m = want_of(c, "m"), *v = want_of(c, "v");
     for (int step = 0; step < OPTIMIZER_STEPS; step++) {
         const AdamWArgs a = adamw_args(c, step);
-        const double lr = (double)a.lr, b1 = (double)a.beta1, b2 = (double)a.beta2, wd = (double)a.weight_decay;
+        const double lr = (double)a.lr, b1 = (double)a.beta1, b2 = (double)a.beta2;
         for (int64_t i = 0; i < c->s.C; i++) {
+            const double wd = optimizer_decay(c, i, a.weight_decay);
             double g = value_of(c, "grad")[i] * (double)optimizer_grad_scale(step);
             if (a.decoupled_decay) w[i] -= lr * wd * w[i];
             else g += wd * w[i];
@@ -905,10 +929,12 @@ static void reference_adamw(KernelCase *c) {
     for (int64_t i = 0; i < c->s.C; i++) want_of(c, "param")[i] = operand_round(c->act, w[i]);
 }
 static void call_adamw(KernelCase *c, bool backend, Stream stream) {
+    UpdateRange *r = optimizer_ranges(c);
     for (int k = 0; k < 2 * OPTIMIZER_STEPS; k++) {
         const int step = k / 2;
-        KERNEL_CALL(adamw_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), tensor_of(c, "v"), adamw_args(c, step), control_of(c, k % 2 ? step : OPTIMIZER_SKIP), stream);
+        KERNEL_CALL(adamw_update, r, (int)c->s.B, adamw_args(c, step), control_of(c, k % 2 ? step : OPTIMIZER_SKIP), stream);
     }
+    free(r);
 }
 
 static const LionArgs lion_args = {0.01f, 0.9f, 0.99f, 0.1f};
@@ -919,7 +945,7 @@ static void reference_lion(KernelCase *c) {
         const LionArgs a = lion_args;
         for (int64_t i = 0; i < c->s.C; i++) {
             const double g = value_of(c, "grad")[i] * (double)optimizer_grad_scale(step), direction = (double)a.beta1 * m[i] + (1 - (double)a.beta1) * g;
-            w[i] -= (double)a.lr * (double)a.weight_decay * w[i];
+            w[i] -= (double)a.lr * optimizer_decay(c, i, a.weight_decay) * w[i];
             w[i] -= (double)a.lr * (direction > 0 ? 1 : direction < 0 ? -1 : 0);
             m[i] = (double)a.beta2 * m[i] + (1 - (double)a.beta2) * g;
         }
@@ -927,10 +953,12 @@ static void reference_lion(KernelCase *c) {
     for (int64_t i = 0; i < c->s.C; i++) want_of(c, "param")[i] = operand_round(c->act, w[i]);
 }
 static void call_lion(KernelCase *c, bool backend, Stream stream) {
+    UpdateRange *r = optimizer_ranges(c);
     for (int k = 0; k < 2 * OPTIMIZER_STEPS; k++) {
         const int step = k / 2;
-        KERNEL_CALL(lion_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), lion_args, control_of(c, k % 2 ? step : OPTIMIZER_SKIP), stream);
+        KERNEL_CALL(lion_update, r, (int)c->s.B, lion_args, control_of(c, k % 2 ? step : OPTIMIZER_SKIP), stream);
     }
+    free(r);
 }
 
 static SgdArgs sgd_args(const KernelCase *c, int step) {
@@ -945,7 +973,7 @@ static void reference_sgd(KernelCase *c) {
     for (int step = 0; step < OPTIMIZER_STEPS; step++) {
         const SgdArgs a = sgd_args(c, step);
         for (int64_t i = 0; i < c->s.C; i++) {
-            double g = value_of(c, "grad")[i] * (double)optimizer_grad_scale(step) + (double)a.weight_decay * w[i];
+            double g = value_of(c, "grad")[i] * (double)optimizer_grad_scale(step) + optimizer_decay(c, i, a.weight_decay) * w[i];
             if (m) {
                 m[i] = a.first_update ? g : (double)a.momentum * m[i] + (1 - (double)a.dampening) * g;
                 g = a.nesterov ? g + (double)a.momentum * m[i] : m[i];
@@ -956,19 +984,24 @@ static void reference_sgd(KernelCase *c) {
     for (int64_t i = 0; i < c->s.C; i++) want_of(c, "param")[i] = operand_round(c->act, w[i]);
 }
 static void call_sgd(KernelCase *c, bool backend, Stream stream) {
+    UpdateRange *r = optimizer_ranges(c);
     for (int k = 0; k < 2 * OPTIMIZER_STEPS; k++) {
         const int step = k / 2;
-        KERNEL_CALL(sgd_update, tensor_of(c, "param"), tensor_of(c, "master"), tensor_of(c, "grad"), tensor_of(c, "m"), sgd_args(c, step), control_of(c, k % 2 ? step : OPTIMIZER_SKIP), stream);
+        KERNEL_CALL(sgd_update, r, (int)c->s.B, sgd_args(c, step), control_of(c, k % 2 ? step : OPTIMIZER_SKIP), stream);
     }
+    free(r);
 }
+// B: ranges.
 static const KernelShape optimizer_shapes[] = {
     {.B = 1, .C = 1},
-    {.B = 1, .C = 7, .flags = OFFSET | DECOUPLED | MOMENTUM},
+    {.B = 3, .C = 7, .flags = OFFSET | DECOUPLED | MOMENTUM},
     {.B = 1, .C = 4096, .flags = NO_CORRECTION | DECOUPLED | MOMENTUM | NESTEROV},
-    {.B = 1, .C = 16391, .flags = OFFSET | MOMENTUM | NESTEROV},
-    {.B = 1, .C = 50000, .flags = DECOUPLED},
-    {.B = 1, .C = 9, .flags = OFFSET | DECOUPLED | MOMENTUM | BF16_GRAD},
-    {.B = 1, .C = 40003, .flags = DECOUPLED | MOMENTUM | BF16_GRAD},
+    {.B = 2, .C = 16391, .flags = OFFSET | MOMENTUM | NESTEROV},
+    {.B = 3, .C = 3 * 4104, .flags = MOMENTUM},       // aligned, and parts of blocks
+    {.B = 70, .C = 50000, .flags = DECOUPLED},        // more ranges than one launch of the GPU takes
+    {.B = 140, .C = 100, .flags = DECOUPLED},         // some are empty
+    {.B = 4, .C = 9, .flags = OFFSET | DECOUPLED | MOMENTUM | BF16_GRAD},
+    {.B = 3, .C = 40003, .flags = DECOUPLED | MOMENTUM | BF16_GRAD},
     {0},
 };
 static const Kernel kernel_adamw = {"adamw_update", setup_adamw, reference_adamw, call_adamw, optimizer_shapes};

@@ -226,9 +226,10 @@ static void call_split_updates(RawOperand *op, bool backend, Stream s) {
         const Tensor m = raw_tensor(&o[2], DTYPE_FP32, c->shift), v = raw_tensor(&o[3], DTYPE_FP32, c->shift);
         const AdamWArgs adamw = {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, 0.1f, 0.05f, c->shift > 0};
         const SgdArgs sgd = {1e-3f, 0.9f, 0.1f, 0.1f, c->shift > 0, step % 4 == 0};
-        if (c->rule == 0) KERNEL_CALL(adamw_update, weight, master, grad, m, v, adamw, control, s);
-        else if (c->rule == 1) KERNEL_CALL(lion_update, weight, master, grad, m, lion_args, control, s);
-        else KERNEL_CALL(sgd_update, weight, master, grad, m, sgd, control, s);
+        const UpdateRange r = {weight, master, grad, {m, v}, tensor_numel(weight)};
+        if (c->rule == 0) KERNEL_CALL(adamw_update, &r, 1, adamw, control, s);
+        else if (c->rule == 1) KERNEL_CALL(lion_update, &r, 1, lion_args, control, s);
+        else KERNEL_CALL(sgd_update, &r, 1, sgd, control, s);
     }
 }
 static bool same_float(float a, float b) { return float_bits(a) == float_bits(b) || (isnan(a) && isnan(b)); }
@@ -318,9 +319,10 @@ static void call_path(RawOperand *op, bool backend, Stream s) {
     const UpdateControl *control = (const UpdateControl *)op[PATH_CONTROL].memory;
     const Tensor master = path_tensor(op, PATH_MASTER, c->master), param = c->param == DTYPE_FP32 ? master : path_tensor(op, PATH_PARAM, c->param);
     const Tensor grad = path_tensor(op, PATH_GRAD, c->grad), m = path_tensor(op, PATH_M, DTYPE_FP32), v = path_tensor(op, PATH_V, DTYPE_FP32);
-    if (c->rule <= RULE_ADAM_L2) KERNEL_CALL(adamw_update, param, master, grad, m, v, c->rule == RULE_ADAMW ? path_adamw : path_adam, control, s);
-    else if (c->rule == RULE_LION) KERNEL_CALL(lion_update, param, master, grad, m, lion_args, control, s);
-    else KERNEL_CALL(sgd_update, param, master, grad, c->rule == RULE_SGD_PLAIN ? tensor_none() : m, path_sgd[c->rule - RULE_SGD_FIRST], control, s);
+    const UpdateRange r = {param, master, grad, {c->rule == RULE_SGD_PLAIN ? tensor_none() : m, v}, tensor_numel(param)};
+    if (c->rule <= RULE_ADAM_L2) KERNEL_CALL(adamw_update, &r, 1, c->rule == RULE_ADAMW ? path_adamw : path_adam, control, s);
+    else if (c->rule == RULE_LION) KERNEL_CALL(lion_update, &r, 1, lion_args, control, s);
+    else KERNEL_CALL(sgd_update, &r, 1, path_sgd[c->rule - RULE_SGD_FIRST], control, s);
 }
 
 enum { PATH_MOST = 40007, PATH_ROOM = PATH_MOST + 8 };

@@ -25,17 +25,15 @@ void update_control(UpdateControl *control, const double *sum_squares, const dou
     *control = c;
 }
 
-// Checks the arguments of an update; returns the elements that it is to change.
-static int64_t update_numel(const char *kernel, Tensor param, Tensor master, Tensor grad, Tensor state1, Tensor state2, const UpdateControl *control) {
-    const int64_t n = tensor_numel(master);
-    CHECK(tensor_numel(param) == n, "%s: param has %" PRId64 " elements, master %" PRId64, kernel, tensor_numel(param), n);
-    CHECK(param.dtype != DTYPE_FP32 || param.data == master.data, "%s: fp32 param must be the master itself", kernel);
-    if (master.dtype == DTYPE_REMAINDER) check_act(kernel, "param of a split master", param, 1, n, DTYPE_BF16);
-    else check_f32(kernel, "master", master, 1, n);
-    check_grad(kernel, "grad", grad, n);
-    if (state1.data) check_f32(kernel, "first state", state1, 1, n);
-    if (state2.data) check_f32(kernel, "second state", state2, 1, n);
-    return control->apply ? n : 0;
+static void update_check(const char *kernel, const UpdateRange &r, int states) {
+    const int64_t n = tensor_numel(r.master);
+    CHECK(tensor_numel(r.param) == n, "%s: param has %" PRId64 " elements, master %" PRId64, kernel, tensor_numel(r.param), n);
+    CHECK(r.param.dtype != DTYPE_FP32 || r.param.data == r.master.data, "%s: fp32 param must be the master itself", kernel);
+    CHECK(r.decays >= 0 && r.decays <= n, "%s: %" PRId64 " of %" PRId64 " elements decay", kernel, r.decays, n);
+    if (r.master.dtype == DTYPE_REMAINDER) check_act(kernel, "param of a split master", r.param, 1, n, DTYPE_BF16);
+    else check_f32(kernel, "master", r.master, 1, n);
+    check_grad(kernel, "grad", r.grad, n);
+    for (int i = 0; i < states; i++) check_f32(kernel, "state", r.state[i], 1, n);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -155,14 +153,15 @@ template <bool split, class Grad, class Rule> static void update_block(const Upd
     update_plain<split, Grad>(b, n, rule);
 }
 
-// Blocks of all arrays, shared out to the threads in runs. Gradients and weights in fp16, and bf16 weights beside whole masters,
-// pass through a row in the first-level cache.
-template <class Rule> static void update_blocks(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, int64_t n, float grad_scale, const Rule &rule) {
+// Elements [from, to) of a range: blocks of all arrays, shared out to the threads in runs. Gradients and weights in fp16, and bf16 weights
+// beside whole masters, pass through a row in the first-level cache.
+template <class Rule> static void update_blocks(const UpdateRange &r, int64_t from, int64_t to, float grad_scale, const Rule &rule) {
     if (update_path_taken < 0) update_path(-1);
+    const Tensor param = r.param, master = r.master, grad = r.grad, m = r.state[0], v = r.state[1];
     const bool split = master.dtype == DTYPE_REMAINDER;
-#pragma omp parallel for schedule(static) if (n > PARALLEL_MIN)
-    for (int64_t at = 0; at < n; at += UPDATE_BLOCK) {
-        const int64_t k = min_i64(UPDATE_BLOCK, n - at);
+#pragma omp parallel for schedule(static) if (to - from > PARALLEL_MIN)
+    for (int64_t at = from; at < to; at += UPDATE_BLOCK) {
+        const int64_t k = min_i64(UPDATE_BLOCK, to - at);
         UNINITIALIZED float scratch[UPDATE_BLOCK];
         UpdateBlock b;
         b.w = split ? NULL : (float *)master.data + at;
@@ -183,28 +182,35 @@ template <class Rule> static void update_blocks(Tensor param, Tensor master, Ten
 // ---------------------------------------------------------------------------------------------------------------
 // The kernels
 
-void adamw_update(Tensor param, Tensor master, Tensor grad, Tensor m, Tensor v, AdamWArgs args, const UpdateControl *control, Stream stream) {
-    KERNEL_WRITES(stream, param, master, m, v);
-    KERNEL_READS(stream, grad, control);
-    const int64_t n = update_numel("adamw_update", param, master, grad, m, v, control);
-    if (args.decoupled_decay) update_blocks(param, master, grad, m, v, n, control->grad_scale, AdamWRule<true>{args});
-    else update_blocks(param, master, grad, m, v, n, control->grad_scale, AdamWRule<false>{args});
+// Both parts of each range: that which decays, and that which does not.
+template <class Rule> static void update_ranges(const char *kernel, const UpdateRange *r, int ranges, const UpdateControl *control, Stream stream, const Rule &rule) {
+    KERNEL_READS(stream, control);
+    Rule rest = rule;
+    rest.a.weight_decay = 0;
+    for (int k = 0; k < ranges; k++) {
+        UpdateRange x = r[k];
+        KERNEL_WRITES(stream, x.param, x.master);
+        for (int i = 0; i < Rule::STATES; i++) KERNEL_WRITES(stream, x.state[i]);
+        KERNEL_READS(stream, x.grad);
+        update_check(kernel, x, Rule::STATES);
+        if (!control->apply) continue;
+        update_blocks(x, 0, x.decays, control->grad_scale, rule);
+        update_blocks(x, x.decays, tensor_numel(x.master), control->grad_scale, rest);
+    }
 }
 
-void lion_update(Tensor param, Tensor master, Tensor grad, Tensor m, LionArgs args, const UpdateControl *control, Stream stream) {
-    KERNEL_WRITES(stream, param, master, m);
-    KERNEL_READS(stream, grad, control);
-    const int64_t n = update_numel("lion_update", param, master, grad, m, tensor_none(), control);
-    update_blocks(param, master, grad, m, tensor_none(), n, control->grad_scale, LionRule{args});
+void adamw_update(const UpdateRange *r, int ranges, AdamWArgs args, const UpdateControl *control, Stream stream) {
+    if (args.decoupled_decay) update_ranges("adamw_update", r, ranges, control, stream, AdamWRule<true>{args});
+    else update_ranges("adamw_update", r, ranges, control, stream, AdamWRule<false>{args});
 }
 
-void sgd_update(Tensor param, Tensor master, Tensor grad, Tensor momentum_buffer, SgdArgs args, const UpdateControl *control, Stream stream) {
-    KERNEL_WRITES(stream, param, master, momentum_buffer);
-    KERNEL_READS(stream, grad, control);
-    const int64_t n = update_numel("sgd_update", param, master, grad, momentum_buffer, tensor_none(), control);
-    CHECK((args.momentum != 0) == (momentum_buffer.data != NULL), "sgd_update: momentum %g, buffer %p", (double)args.momentum, momentum_buffer.data);
-    if (momentum_buffer.data) update_blocks(param, master, grad, momentum_buffer, tensor_none(), n, control->grad_scale, SgdRule<true>{args});
-    else update_blocks(param, master, grad, tensor_none(), tensor_none(), n, control->grad_scale, SgdRule<false>{args});
+void lion_update(const UpdateRange *r, int ranges, LionArgs args, const UpdateControl *control, Stream stream) {
+    update_ranges("lion_update", r, ranges, control, stream, LionRule{args});
+}
+
+void sgd_update(const UpdateRange *r, int ranges, SgdArgs args, const UpdateControl *control, Stream stream) {
+    if (args.momentum != 0) update_ranges("sgd_update", r, ranges, control, stream, SgdRule<true>{args});
+    else update_ranges("sgd_update", r, ranges, control, stream, SgdRule<false>{args});
 }
 
 } // namespace cpu
