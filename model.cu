@@ -419,7 +419,7 @@ typedef struct {
     DType dtype;          // of weights, activations and their gradients
     int64_t L, NH, C, F, V, Vp;
     int64_t logits_bytes; // most memory for logits, see head_rows
-    bool gelu_apart;      // GELU is a kernel of its own, of the rounded pre-activation; else part of the product before it
+    bool gelu_apart;      // GELU is that of the rounded pre-activation, as a kernel of its own computes it; else what the product before it makes
     bool deterministic;   // gradients are the same bits in every run; kernels that would lose time by it may be told not to
     ParamTable table;
     Group tp, sp;         // ranks that share its matrices, and its sequences; of one rank by default
@@ -617,7 +617,9 @@ static void gather_linear(const Model *m, const Acts *a, Tensor out, Tensor rows
     const Tensor all = block_gather_begin(m, a, rows);
     for (int j = 0; j < o->pieces; j++) {
         tp_gathered(o, j, m->stream);
-        linear_forward(tp_piece(o, out, j), tp_piece(o, all, j), w, bias, tensor_none(), tp_piece(o, pre_gelu, j), m->stream);
+        const Tensor out_j = tp_piece(o, out, j), all_j = tp_piece(o, all, j), pre_j = tp_piece(o, pre_gelu, j);
+        if (pre_gelu.data && m->gelu_apart) linear_gelu_forward(out_j, pre_j, all_j, w, bias, m->stream);
+        else linear_forward(out_j, all_j, w, bias, tensor_none(), pre_j, m->stream);
     }
 }
 
@@ -678,10 +680,8 @@ static void block_calls(const Model *m, const Weights *w, const Acts *a, bool ag
                                    w->t[BLOCK_LN_2_B], eps, s);
     } else if (block_computes(a, ACT_LN_2, again)) // the sum is there, and its norm has the same bits
         layernorm_forward(act[ACT_LN_2], mean, rstd, act[ACT_RESIDUAL_2], w->t[BLOCK_LN_2_W], w->t[BLOCK_LN_2_B], eps, s);
-    Tensor inner = m->gelu_apart ? act[ACT_FC_PRE] : act[ACT_FC_GELU];
-    if (block_computes(a, ACT_FC_PRE, again))
-        gather_linear(m, a, inner, act[ACT_LN_2], w->t[BLOCK_FC_W], w->t[BLOCK_FC_B], m->gelu_apart ? none : act[ACT_FC_PRE]);
-    if (m->gelu_apart && block_computes(a, ACT_FC_GELU, again)) gelu_forward(act[ACT_FC_GELU], act[ACT_FC_PRE], s);
+    if (block_computes(a, ACT_FC_PRE, again)) gather_linear(m, a, act[ACT_FC_GELU], act[ACT_LN_2], w->t[BLOCK_FC_W], w->t[BLOCK_FC_B], act[ACT_FC_PRE]);
+    else if (block_computes(a, ACT_FC_GELU, again)) gelu_forward(act[ACT_FC_GELU], act[ACT_FC_PRE], s); // of rounded values: it was so at first, too
     if (again) return; // backward does not need what leaves the block
     // The last residual sum rides in the matrix product, since the next norm belongs to another unit; but a product of summands has to be added up first.
     if (m->tp.size == 1) linear_forward(a->x_out, act[ACT_FC_GELU], w->t[BLOCK_FCPROJ_W], w->t[BLOCK_FCPROJ_B], act[ACT_RESIDUAL_2], none, s);

@@ -53,6 +53,9 @@ void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor sum_dresidual, T
 // residual may alias out.
 void linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residual, Tensor pre_gelu, Stream stream);
 
+// The same with pre_gelu, but out = gelu of the rounded pre_gelu: bit for bit what gelu_forward makes of it.
+void linear_gelu_forward(Tensor out, Tensor pre_gelu, Tensor inp, Tensor w, Tensor bias, Stream stream);
+
 // dinp = dout @ w, times gelu'(pre_gelu) if pre_gelu is given;  sum_dinp (+)= sum_N dinp.   dinp act (N,C); dout act (N,OC); pre_gelu
 // act (N,C), optional; sum_dinp grad (C), optional: the gradient of the bias in pre_gelu.
 void linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tensor w, Tensor pre_gelu, bool accumulate, Stream stream);

@@ -191,6 +191,11 @@ void linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residu
     multiply(&a, &b, C, &e);
 }
 
+void linear_gelu_forward(Tensor out, Tensor pre_gelu, Tensor inp, Tensor w, Tensor bias, Stream stream) {
+    linear_forward(pre_gelu, inp, w, bias, tensor_none(), tensor_none(), stream);
+    gelu_forward(out, pre_gelu, stream);
+}
+
 void linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tensor w, Tensor pre_gelu, bool accumulate, Stream stream) {
     KERNEL_WRITES(stream, dinp);
     KERNEL_READS(stream, dout, w, pre_gelu);

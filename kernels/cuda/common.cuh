@@ -184,6 +184,27 @@ __device__ static inline float exp2_fast(float x) { // one instruction, 2 ulp; 2
     return y;
 }
 
+__device__ static inline float reciprocal_fast(float x) { // one instruction, 1 ulp; 1 / inf = 0
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Device side: GELU, tanh form: 0.5 x (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3), written with the logistic function, since
+// 0.5 (1 + tanh u) = 1 / (1 + e^-2u) has full relative precision where tanh is close to -1
+
+// Products and sums are written so that they are rounded alike wherever this stands: what is recomputed must have its first bits.
+__device__ static inline float gelu_gate(float x) { // 1 / (1 + e^-2u)
+    const float a = -2.0f * 0.7978845608028654f * 1.4426950408889634f; // e^-2u = 2^(a (x + 0.044715 x^3))
+    return reciprocal_fast(1.0f + exp2_fast(x * fmaf(a * 0.044715f, x * x, a)));
+}
+__device__ static inline float gelu(float x) { return x * gelu_gate(x); }
+__device__ static inline float gelu_slope(float x) {
+    const float a = 2.0f * 0.7978845608028654f, gate = gelu_gate(x); // d(2u)/dx = a (1 + 3 * 0.044715 x^2)
+    return fmaf(x * gate * (1.0f - gate), fmaf(a * 3.0f * 0.044715f, x * x, a), gate);
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Device side: reductions, each in a fixed order
 

@@ -8,35 +8,23 @@ template <int W> __device__ static inline int64_t element_index(void) { return (
 static inline unsigned element_blocks(int64_t n, int W) { return grid_blocks(ceil_div(n, (int64_t)ELEMENT_THREADS * W)); }
 
 // ---------------------------------------------------------------------------------------------------------------
-// GELU, tanh form: y = 0.5 x (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3)
-
-#define GELU_SCALE 0.7978845608028654f
-#define GELU_CUBE 0.044715f
+// GELU, by the formulas of common.cuh
 
 template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) gelu_forward_kernel(T *out, const T *inp, int64_t n) {
     int64_t at = element_index<W>();
     if (at >= n) return;
     Vec<T, W> x = vec_load<W>(inp + at), y;
 #pragma unroll
-    for (int i = 0; i < W; i++) {
-        float v = x.at(i);
-        y.set(i, 0.5f * v * (1.0f + tanhf(GELU_SCALE * (v + GELU_CUBE * v * v * v))));
-    }
+    for (int i = 0; i < W; i++) y.set(i, gelu(x.at(i)));
     vec_store<W>(out + at, y);
 }
 
-// dy/dx = 0.5 (1 + tanh u) + 0.5 x (1 - tanh^2 u) sqrt(2/pi) (1 + 3 * 0.044715 x^2)
 template <typename T, int W> __global__ void __launch_bounds__(ELEMENT_THREADS) gelu_backward_kernel(T *dx, const T *dout, const T *inp, int64_t n) {
     int64_t at = element_index<W>();
     if (at >= n) return;
     Vec<T, W> x = vec_load<W>(inp + at), dy = vec_load<W>(dout + at), d;
 #pragma unroll
-    for (int i = 0; i < W; i++) {
-        float v = x.at(i);
-        float t = tanhf(GELU_SCALE * (v + GELU_CUBE * v * v * v));
-        float slope = 0.5f * (1.0f + t) + 0.5f * v * (1.0f - t * t) * GELU_SCALE * (1.0f + 3.0f * GELU_CUBE * v * v);
-        d.set(i, dy.at(i) * slope);
-    }
+    for (int i = 0; i < W; i++) d.set(i, dy.at(i) * gelu_slope(x.at(i)));
     vec_store<W>(dx + at, d);
 }
 

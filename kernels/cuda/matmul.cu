@@ -13,8 +13,9 @@
 // Products are accumulated in fp32; fp32 ones are true fp32, without TF32. Where cuBLASLt has no algorithm (odd sizes,
 // odd addresses) a plain kernel does the work.
 #include "../../runtime/product_cache.h"
-#include "common.cuh"
+#include "matmul_hopper.cuh"
 #include <cublasLt.h>
+#include <initializer_list>
 
 #define cublasCheck(call) cublas_check((call), __FILE__, __LINE__)
 
@@ -448,7 +449,17 @@ static void product(const Product *p, Stream stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The linear layer
+// The linear layer. On compute capability 9.0 kernels of our own make the products that have something to finish (matmul_hopper.cu); which
+// product is whose depends on its sizes alone.
+
+// N x OC outputs of depth C.
+static bool hopper_takes(int64_t N, int64_t OC, int64_t C, std::initializer_list<Tensor> operands) {
+    for (Tensor t : operands) if (!is_aligned(t.data, 16)) return false;
+    return matmul_hopper_fits(operands.begin()->dtype, N, OC, C);
+}
+
+// Deeper than this the library's product with GELU is the faster one when the GPU has become warm (docs/benchmarks.md).
+enum { HOPPER_GELU_DEPTH_MAX = 1024 };
 
 void cuda::linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residual, Tensor pre_gelu, Stream stream) {
     const char *const kernel = "linear_forward";
@@ -459,6 +470,11 @@ void cuda::linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor 
     if (residual.data) check_act(kernel, "residual", residual, N, OC, inp.dtype);
     if (pre_gelu.data) check_act(kernel, "pre_gelu", pre_gelu, N, OC, inp.dtype);
     CHECK(!residual.data || !pre_gelu.data, "linear_forward: both residual and pre_gelu are given");
+    const bool ours = pre_gelu.data ? C <= HOPPER_GELU_DEPTH_MAX : bias.data && !residual.data;
+    if (ours && hopper_takes(N, OC, C, {out, inp, w, bias, pre_gelu})) {
+        matmul_hopper(pre_gelu.data ? MATMUL_GELU : MATMUL_BIAS, out, inp, w, false, bias, pre_gelu, NULL, stream);
+        return;
+    }
     Product p = {};
     p.d = out.data; p.a = w.data; p.b = inp.data; p.c = residual.data; p.bias = bias.data;
     p.m = OC; p.n = N; p.k = C;
@@ -477,10 +493,20 @@ void cuda::linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor 
     gelu_forward(out, pre_gelu, stream);
 }
 
-// With GELU' in its epilogue a product takes 1.1 to 1.9 times as long as without, less than a kernel of its own would add; but at
-// these sizes (355M, 32 samples) twice as long, as if the library had no good algorithm there (docs/benchmarks.md). A rule rather than a
-// search: the two ways round differently, and the bits of a run must not depend on what a search finds.
-enum { GELU_APART_ROWS = 32768, GELU_APART_DEPTH = 1024 };
+void cuda::linear_gelu_forward(Tensor out, Tensor pre_gelu, Tensor inp, Tensor w, Tensor bias, Stream stream) {
+    const char *const kernel = "linear_gelu_forward";
+    const int64_t N = tensor_rows(inp), C = tensor_columns(inp), OC = tensor_columns(out);
+    if (!hopper_takes(N, OC, C, {out, inp, w, bias, pre_gelu})) {
+        linear_forward(pre_gelu, inp, w, bias, tensor_none(), tensor_none(), stream);
+        gelu_forward(out, pre_gelu, stream);
+        return;
+    }
+    check_act(kernel, "out", out, N, OC, inp.dtype);
+    check_act(kernel, "pre_gelu", pre_gelu, N, OC, inp.dtype);
+    check_act(kernel, "w", w, OC, C, inp.dtype);
+    if (bias.data) check_act(kernel, "bias", bias, 1, OC, inp.dtype);
+    matmul_hopper(MATMUL_GELU, out, inp, w, false, bias, pre_gelu, NULL, stream);
+}
 
 void cuda::linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tensor w, Tensor pre_gelu, bool accumulate, Stream stream) {
     const char *const kernel = "linear_backward_input";
@@ -489,6 +515,13 @@ void cuda::linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tens
     check_act(kernel, "w", w, OC, C, dout.dtype);
     if (pre_gelu.data) check_act(kernel, "pre_gelu", pre_gelu, N, C, dout.dtype);
     if (sum_dinp.data) check_weight_grad(kernel, "sum_dinp", sum_dinp, 1, C, dout.dtype);
+    if (pre_gelu.data && hopper_takes(N, C, OC, {dinp, dout, w, pre_gelu})) {
+        const int64_t partials = matmul_hopper_partials(N);
+        float *partial = sum_dinp.data ? (float *)scratch_get(partials * C * (int64_t)sizeof(float), stream) : NULL;
+        matmul_hopper(MATMUL_GELU_BACKWARD, dinp, dout, w, true, tensor_none(), pre_gelu, partial, stream);
+        if (partial) columns_reduce({sum_dinp}, 1, partial, (int)partials, C, accumulate, (cudaStream_t)stream);
+        return;
+    }
     Product p = {};
     p.d = dinp.data; p.a = w.data; p.b = dout.data;
     p.m = C; p.n = N; p.k = OC;
@@ -497,7 +530,7 @@ void cuda::linear_backward_input(Tensor dinp, Tensor sum_dinp, Tensor dout, Tens
     Product fused = p;
     fused.aux = pre_gelu.data;
     fused.epilogue = CUBLASLT_EPILOGUE_DGELU;
-    const bool try_fused = pre_gelu.data && dout.dtype != DTYPE_FP32 && !(N == GELU_APART_ROWS && OC == GELU_APART_DEPTH);
+    const bool try_fused = pre_gelu.data && dout.dtype != DTYPE_FP32;
     if (!try_fused || !product_by_library(&fused, stream)) {
         product(&p, stream);
         if (pre_gelu.data) gelu_backward(dinp, dinp, pre_gelu, stream);

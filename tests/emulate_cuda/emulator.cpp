@@ -322,6 +322,10 @@ cudaError_t sort_pairs(void *temporary, size_t *temporary_bytes, const int32_t *
 // Not emulated: products and attention, which are the tensor cores'. The CPU's own stand in for them, so that whole models run.
 
 void cuda::matmul_search(bool on, const char *cache_path) { cpu::matmul_search(on, cache_path); }
+void cuda::linear_gelu_forward(Tensor out, Tensor pre_gelu, Tensor inp, Tensor w, Tensor bias, Stream stream) {
+    cpu::linear_forward(pre_gelu, inp, w, bias, tensor_none(), tensor_none(), stream);
+    cuda::gelu_forward(out, pre_gelu, stream);
+}
 void cuda::linear_forward(Tensor out, Tensor inp, Tensor w, Tensor bias, Tensor residual, Tensor pre_gelu, Stream stream) {
     cpu::linear_forward(out, inp, w, bias, residual, pre_gelu, stream);
 }

@@ -86,6 +86,7 @@ void ptx_cp_async_wait(int groups); // that may still be on their way
 static inline void ptx_cp_async_wait_all(void) { ptx_cp_async_commit(); ptx_cp_async_wait(0); }
 static inline void ptx_bar_sync(int id, int threads) { barrier_wait(id, threads); }
 static inline float ptx_ex2(float x) { const float y = exp2f(x); return y < FLT_MIN ? 0.0f : y; }
+static inline float ptx_rcp(float x) { const float y = 1.0f / x; return fabsf(y) < FLT_MIN ? 0.0f : y; }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Launches

@@ -22,6 +22,7 @@ PTX = {
     "cp.async.wait_all;": "ptx_cp_async_wait_all",
     "cp.async.wait_group %0;": "ptx_cp_async_wait",
     "ex2.approx.ftz.f32 %0, %1;": "ptx_ex2",
+    "rcp.approx.ftz.f32 %0, %1;": "ptx_rcp",
 }
 
 
