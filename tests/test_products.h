@@ -278,8 +278,63 @@ static void test_products_path(Test *t) {
     folder_remove(&folder);
 }
 
+// On a GPU: the product with the search off, with it, and with the algorithm that the file then holds has the same bits. The address of the
+// result makes each of them a kind of product of its own, since plans are kept for the whole program.
+static void test_products_search(Test *t) {
+    if (!KERNELS_ON_GPU) { test_skip(t, "the CPU has no algorithms to choose from"); return; }
+    enum { ROWS = 2048, C = 1024, OC = 3072, ALIGN_C = 11, ALIGN_D = 12 };
+    const int64_t n[2] = {ROWS * C, OC * C};
+    TestFolder folder = folder_make();
+    char path[1024];
+    folder_file(&folder, path, "products");
+    Stream s = stream_create();
+    void *operand[2];
+    for (int k = 0; k < 2; k++) {
+        uint16_t *host = (uint16_t *)host_alloc((size_t)n[k] * 2);
+        for (int64_t i = 0; i < n[k]; i++) host[i] = float_to_bf16((float)rng_normal(3, (uint64_t)k, (uint64_t)i));
+        operand[k] = device_malloc(n[k] * 2);
+        device_copy(operand[k], host, n[k] * 2, COPY_TO_DEVICE, s);
+        stream_sync(s);
+        free(host);
+    }
+    const int64_t bytes = ROWS * OC * 2;
+    char *out = (char *)device_malloc(bytes + 256), *got[3] = {};
+    const int shift[3] = {0, 128, 64};
+    struct stat before = {}, after = {};
+    ProductCache *c = (ProductCache *)host_alloc(sizeof *c);
+    for (int run = 0; run < 3; run++) {
+        if (run == 2) { // what the search has found stands for the next kind, too
+            product_cache_open(c, path, product_machine("", 0, 0));
+            expect_equal_i64(t, "lines after the search", c->n, 1);
+            if (c->n != 1) break;
+            ProductLine l = c->line[0];
+            expect_equal_i64(t, "alignment in the key", l.key[ALIGN_D], 128);
+            l.key[ALIGN_C] = l.key[ALIGN_D] = 64;
+            c->machine = l.machine;
+            product_cache_store(c, l.key, l.algo);
+            stat(path, &before);
+        }
+        matmul_search(run > 0, run > 0 ? path : "");
+        linear_forward(tensor2(out + shift[run], DTYPE_BF16, ROWS, OC), tensor2(operand[0], DTYPE_BF16, ROWS, C), tensor2(operand[1], DTYPE_BF16, OC, C),
+                       tensor_none(), tensor_none(), tensor_none(), s); // a bias may make it a product of our own
+        got[run] = (char *)host_alloc((size_t)bytes);
+        device_copy(got[run], out + shift[run], bytes, COPY_TO_HOST, s);
+        stream_sync(s);
+        expect_true(t, memcmp(got[run], got[0], (size_t)bytes) == 0, "way %d gives other bits than the search left off", run);
+    }
+    stat(path, &after);
+    expect_true(t, before.st_ino == after.st_ino && before.st_mtim.tv_nsec == after.st_mtim.tv_nsec, "the last was searched for, though the file has it");
+    matmul_search(true, "");
+    for (int k = 0; k < 2; k++) device_free(operand[k]);
+    for (int k = 0; k < 3; k++) free(got[k]);
+    device_free(out);
+    products_close(c);
+    stream_destroy(s);
+    folder_remove(&folder);
+}
+
 static const TestRow product_tests[] = {
     {"lines", test_products_lines}, {"find", test_products_find}, {"limit", test_products_limit}, {"damage", test_products_damage},
-    {"unwritable", test_products_unwritable}, {"writers", test_products_writers}, {"path", test_products_path},
+    {"unwritable", test_products_unwritable}, {"writers", test_products_writers}, {"path", test_products_path}, {"search", test_products_search},
     {NULL, NULL},
 };
