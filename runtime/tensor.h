@@ -36,7 +36,7 @@ static inline int64_t tensor_bytes(Tensor t) { return tensor_numel(t) * dtype_by
 
 // Elements of the last dimension, and the number of such rows: most kernels see a tensor as (rows, columns).
 static inline int64_t tensor_columns(Tensor t) { return t.ndim == 0 ? 0 : t.shape[t.ndim - 1]; }
-static inline int64_t tensor_rows(Tensor t) { return t.ndim == 0 ? 0 : tensor_numel(t) / tensor_columns(t); }
+static inline int64_t tensor_rows(Tensor t) { return tensor_numel(t) == 0 ? 0 : tensor_numel(t) / tensor_columns(t); }
 
 // ---------------------------------------------------------------------------------------------------------------
 // 16-bit floats on the host. Both directions round to nearest, ties to even, and keep NaN and infinity.

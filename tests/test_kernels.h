@@ -895,7 +895,7 @@ static UpdateRange *optimizer_ranges(KernelCase *c) {
         Tensor part[5];
         for (int i = 0; i < 5; i++) {
             const Tensor whole = tensor_of(c, names[i]);
-            part[i] = whole.data ? tensor1((char *)whole.data + first * dtype_bytes(whole.dtype), whole.dtype, n) : tensor_none();
+            part[i] = whole.data ? tensor1(n > 0 ? (char *)whole.data + first * dtype_bytes(whole.dtype) : NULL, whole.dtype, n) : tensor_none();
         }
         r[k] = {part[0], part[1], part[2], {part[3], part[4]}, optimizer_decays(c, k)};
     }
@@ -999,7 +999,7 @@ static const KernelShape optimizer_shapes[] = {
     {.B = 2, .C = 16391, .flags = OFFSET | MOMENTUM | NESTEROV},
     {.B = 3, .C = 3 * 4104, .flags = MOMENTUM},       // aligned, and parts of blocks
     {.B = 70, .C = 50000, .flags = DECOUPLED},        // more ranges than one launch of the GPU takes
-    {.B = 140, .C = 100, .flags = DECOUPLED},         // some are empty
+    {.B = 140, .C = 100, .flags = DECOUPLED},         // some are empty, and have no memory
     {.B = 4, .C = 9, .flags = OFFSET | DECOUPLED | MOMENTUM | BF16_GRAD},
     {.B = 3, .C = 40003, .flags = DECOUPLED | MOMENTUM | BF16_GRAD},
     {0},

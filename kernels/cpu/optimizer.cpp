@@ -189,6 +189,7 @@ template <class Rule> static void update_ranges(const char *kernel, const Update
     rest.a.weight_decay = 0;
     for (int k = 0; k < ranges; k++) {
         UpdateRange x = r[k];
+        if (tensor_numel(x.master) == 0) continue; // a rank's part of a unit may be none: it has no memory
         KERNEL_WRITES(stream, x.param, x.master);
         for (int i = 0; i < Rule::STATES; i++) KERNEL_WRITES(stream, x.state[i]);
         KERNEL_READS(stream, x.grad);

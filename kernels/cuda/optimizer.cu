@@ -199,10 +199,10 @@ static int update_launch(const char *kernel, const UpdateRange *r, int ranges, i
         const UpdateRange &x = r[taken];
         const int64_t n = tensor_numel(x.param);
         if (x.param.dtype != param || x.master.dtype != master || x.grad.dtype != grad) break;
+        if (n == 0) continue; // a rank's part of a unit may be none: it has no memory
         check_act(kernel, "master", x.master, 1, n, master == DTYPE_REMAINDER ? DTYPE_REMAINDER : DTYPE_FP32);
         check_shape(kernel, "grad", x.grad, 1, n);
         CHECK(x.decays >= 0 && x.decays <= n, "%s: %" PRId64 " of %" PRId64 " elements decay", kernel, x.decays, n);
-        if (n == 0) continue;
         const int k = list.ranges++;
         list.param[k] = x.param.data;
         list.master[k] = x.master.data;
