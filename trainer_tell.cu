@@ -143,10 +143,15 @@ static void trainer_print_start(const Trainer *t) {
                     bytes[MEMORY_WEIGHTS] / mib, bytes[MEMORY_MASTERS] / mib, bytes[MEMORY_GRADIENTS] / mib, bytes[MEMORY_OPTIMIZER_STATES] / mib, bytes[MEMORY_BUFFERS] / mib,
                     bytes[MEMORY_ACTIVATIONS] / mib, bytes[MEMORY_SCRATCH] / mib);
     if (memory.host_total > 0) {
-        bool pinned = (t->zero.offload.bytes == 0 || t->zero.offload.pinned) && (!t->acts->slot[0].host || t->acts->slot[0].host_pinned) && (!t->store || !t->store->copy.memory || t->store->copy.pinned);
+        // What copies from and to the device reach: all of it but what the CPU alone updates.
+        const bool pinned = (t->zero.offload.bytes == 0 || t->zero.offload.pinned) && (!t->acts->slot[0].host || t->acts->slot[0].host_pinned) && (!t->store || !t->store->copy.memory || t->store->copy.pinned);
+        const double stays = (double)(t->zero.offload.bytes - t->zero.offload.travels);
+        char pins[64] = "";
+        if (pinned && stays > 0) snprintf(pins, sizeof pins, ", %.1f of them pinned", (memory.host_total - stays) / mib);
+        else if (pinned) snprintf(pins, sizeof pins, ", pinned");
         char updates[64] = "";
         if (t->zero.offload.bytes > 0) snprintf(updates, sizeof updates, "; the CPU updates by %d threads", offload_threads());
-        print_table_row("host (MiB)", "%.1f a rank%s: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, activations %.1f, buffers %.1f%s", memory.host_total / mib, pinned ? ", pinned" : "",
+        print_table_row("host (MiB)", "%.1f a rank%s: weights %.1f, masters %.1f, gradients %.1f, optimizer states %.1f, activations %.1f, buffers %.1f%s", memory.host_total / mib, pins,
                         memory.host[MEMORY_WEIGHTS] / mib, memory.host[MEMORY_MASTERS] / mib, memory.host[MEMORY_GRADIENTS] / mib, memory.host[MEMORY_OPTIMIZER_STATES] / mib,
                         memory.host[MEMORY_ACTIVATIONS] / mib, memory.host[MEMORY_BUFFERS] / mib, updates);
     }

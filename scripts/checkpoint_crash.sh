@@ -20,7 +20,7 @@ export LC_ALL=C.UTF-8 OMP_NUM_THREADS=1 ASAN_OPTIONS=detect_leaks=0
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
 case $mode in some) kills=50 ;; all) kills=200 ;; long) kills=1000 ;; *) echo "checkpoint_crash.sh: $mode is neither some, all nor long" >&2; exit 2 ;; esac
 part=${share%/*} parts=${share#*/}
-[[ $part/$parts =~ ^[1-9][0-9]?/[1-9][0-9]?$ && $part -le $parts ]] || { echo "checkpoint_crash.sh: $share is no part such as 2/8" >&2; exit 2; }
+[[ $share =~ ^[1-9][0-9]?/[1-9][0-9]?$ && $part -le $parts ]] || { echo "checkpoint_crash.sh: $share is no part such as 2/8" >&2; exit 2; }
 kills=$(((kills + parts - 1) / parts))
 base=$(mktemp -d "${TMPDIR:-/tmp}/checkpoint_crash.XXXXXX")
 running='' # the session of a run in the background
@@ -126,7 +126,7 @@ kills_in_saves() { # RANKS RANK BACKGROUND STEP
         resume_and_compare "$what" "$1"
     done
     [ "$code" -eq 0 ] || bad "$1 ranks, unharmed: exit code $code: $(tail -n 1 out.err)"
-    [ "$struck" -gt 2 ] || [ "$parts" -gt 1 ] || bad "$1 ranks: the program makes no calls in its saves"
+    [ "$struck" -gt $((parts == 1 ? 2 : 0)) ] || [ "$part" -gt 1 ] || bad "$1 ranks: the program makes no calls in its saves"
     echo "kill of rank $2 of $1, in the background: $3: struck $struck times, after $SECONDS s"
 }
 
@@ -156,7 +156,7 @@ strike() { # CALL WHAT STEP
 # Kills at random instants
 
 seed=${CRASH_SEED:-$$}
-RANDOM=$seed
+RANDOM=$((seed + part - 1)) # the parts draw numbers of their own
 updates() {
     local n
     n=$(grep -ac '"grad_norm"' out/log.jsonl 2>/dev/null)

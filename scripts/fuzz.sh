@@ -30,8 +30,8 @@ fuzz() { # NAME
     if [ ! -f "$source" ]; then echo "FAIL fuzz $name: there is no $source"; return 1; fi
     mkdir -p "$corpus"
     if ! "$compiler" -std=gnu++17 -g -O1 -pthread -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Wno-unused-function "$source" -o "$binary" >"$log" 2>&1; then
-        echo "FAIL fuzz $name: does not compile"
-        head -n 20 "$log"
+        echo "FAIL fuzz $name: does not compile
+$(head -n 20 "$log")" # at once: other targets write as well
         return 1
     fi
     folders=("$corpus")
@@ -46,8 +46,8 @@ fuzz() { # NAME
         echo "ok   fuzz $name: $runs inputs in $seconds s, ${covered:-no coverage}"
         return 0
     fi
-    echo "FAIL fuzz $name: exit code $code after ${runs:-0} inputs; the input is in build/fuzz, the end of $log is:"
-    tail -n 40 "$log"
+    echo "FAIL fuzz $name: exit code $code after ${runs:-0} inputs; the input is in build/fuzz, the end of $log is:
+$(tail -n 40 "$log")"
     return 1
 }
 

@@ -29,7 +29,7 @@ static void CUPTIAPI take_buffer(CUcontext context, uint32_t stream, uint8_t *bu
     (void)context;
     (void)stream;
     (void)bytes;
-    while (cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS) {
+    while (trace && cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS) {
         if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL) {
             const CUpti_ActivityKernel9 *k = (const CUpti_ActivityKernel9 *)record;
             fprintf(trace, "%u\t%llu\t%llu\t%s\n", k->streamId, (unsigned long long)k->start, (unsigned long long)k->end, k->name);
@@ -45,6 +45,7 @@ static void CUPTIAPI take_buffer(CUcontext context, uint32_t stream, uint8_t *bu
 static void finish(void) {
     cuptiActivityFlushAll(1); // 1: also what is not complete; the program ends
     fclose(trace);
+    trace = NULL; // for buffers that come late
 }
 
 int InitializeInjection(void) {

@@ -4,7 +4,7 @@
   scripts/profile.py [--updates 3] [--skip 4] ./train_gpt -c FILE [key=value ...]
 
 The command is run with scripts/kernel_trace.c inside (compiled here against the CUDA toolkit), which costs about 1 % of its rate. An update
-ends with the kernel update_control; the table is the mean of `updates` updates behind the first `skip`. Parts are sums over kernels, so that
+ends with the kernel update_control; one process, so no mpirun in the command; the table is the mean of `updates` updates behind the first `skip`. Parts are sums over kernels, so that
 parts of several streams may add up to more than the update; "idle" is the time in which no kernel ran. With --trace a trace is read that
 was written before, and nothing is run.
 """
@@ -20,7 +20,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 UPDATE_ENDS = "update_control_kernel"
 # First match names the part; the library's products come first, since their names tell of epilogues.
 PARTS = [
-    ("products", r"nvjet|cutlass|gemm|xmma|splitK|plain_matmul"),
+    ("products", r"nvjet|cutlass|gemm|xmma|splitK|matmul"),
     ("attention forward", r"attention_forward"),
     ("attention backward", r"attention_"),
     ("LayerNorm and residual", r"layernorm|residual_forward"),

@@ -342,8 +342,10 @@ def main():
 
         def tried(number):
             start, copy = time.monotonic(), copies.get()
-            verdict = plant(number, copy)
-            copies.put(copy)
+            try:
+                verdict = plant(number, copy)
+            finally:
+                copies.put(copy) # the other one waits for it, whatever happened
             print(f"{verdict}: {number}. {BUGS[number - 1][4]} ({time.monotonic() - start:.1f} s)", flush=True)
             return verdict.startswith("ok")
 

@@ -354,6 +354,21 @@ static void call_linear_forward(KernelCase *c, bool backend, Stream stream) {
     KERNEL_CALL(linear_forward, tensor_of(c, "out"), tensor_of(c, "inp"), tensor_of(c, "w"), tensor_of(c, "bias"), tensor_of(c, "residual"), tensor_of(c, "pre_gelu"), stream);
 }
 
+// The same with GELU of the rounded values, beside what gelu_forward makes of them.
+static void setup_linear_gelu_forward(KernelCase *c) {
+    setup_linear_forward(c);
+    operand_add(c, "gelu", ROLE_OUT, c->act, c->s.B * c->s.T, c->s.OC, 0, 0, 0);
+}
+static void reference_linear_gelu_forward(KernelCase *c) {
+    reference_linear_forward(c);
+    const Operand *out = operand_find(c, "out");
+    memcpy(want_of(c, "gelu"), out->want, (size_t)out->n * sizeof *out->want);
+}
+static void call_linear_gelu_forward(KernelCase *c, bool backend, Stream stream) {
+    KERNEL_CALL(linear_gelu_forward, tensor_of(c, "out"), tensor_of(c, "pre_gelu"), tensor_of(c, "inp"), tensor_of(c, "w"), tensor_of(c, "bias"), stream);
+    KERNEL_CALL(gelu_forward, tensor_of(c, "gelu"), tensor_of(c, "pre_gelu"), stream);
+}
+
 static void setup_linear_backward_input(KernelCase *c) {
     const int64_t N = c->s.B * c->s.T, C = c->s.C, OC = c->s.OC;
     operand_add(c, "dinp", ROLE_OUT, c->act, N, C, 0, 0, 0);
@@ -432,6 +447,14 @@ static const KernelShape linear_shapes[] = {
     {0},
 };
 static const Kernel kernel_linear_forward = {"linear_forward", setup_linear_forward, reference_linear_forward, call_linear_forward, linear_shapes};
+static const KernelShape linear_gelu_shapes[] = {
+    {.B = 1, .T = 64, .C = 192, .OC = 256, .flags = BIAS | PRE_GELU},
+    {.B = 1, .T = 300, .C = 1288, .OC = 264, .flags = BIAS | PRE_GELU}, // deeper than what linear_forward leaves to the kernels of compute capability 9.0
+    {.B = 1, .T = 4099, .C = 16, .OC = 1032, .flags = PRE_GELU},
+    {.B = 1, .T = 7, .C = 13, .OC = 5, .flags = BIAS | PRE_GELU | CPU_ONLY},
+    {0},
+};
+static const Kernel kernel_linear_gelu_forward = {"linear_gelu_forward", setup_linear_gelu_forward, reference_linear_gelu_forward, call_linear_gelu_forward, linear_gelu_shapes};
 static const Kernel kernel_linear_backward_input = {"linear_backward_input", setup_linear_backward_input, reference_linear_backward_input, call_linear_backward_input, linear_shapes};
 static const Kernel kernel_linear_backward_weight = {"linear_backward_weight", setup_linear_backward_weight, reference_linear_backward_weight, call_linear_backward_weight, linear_shapes};
 
@@ -1107,6 +1130,25 @@ static void test_device_memory(Test *t) {
     stream_destroy(s);
 }
 
+// GELU that comes out of its product is what gelu_forward makes of the product, bit for bit: it may be computed again from that.
+static void test_gelu_of_rounded_values(Test *t) {
+    const Kernel *const k = &kernel_linear_gelu_forward;
+    for (const KernelShape *s = k->shapes; s->B; s++)
+        for (int act = 0; act < DTYPE_COUNT; act++) {
+            if (KERNELS_ON_GPU && s->flags & CPU_ONLY) continue;
+            KernelCase *c = case_make(k, *s, (DType)act, false);
+            case_run(k, c, true);
+            const Operand *out = operand_find(c, "out"), *gelu = operand_find(c, "gelu");
+            t->compared += out->n;
+            for (int64_t i = 0; i < out->n; i++)
+                if (out->got[i] != gelu->got[i]) {
+                    test_fail(t, "%s, %" PRId64 " x %" PRId64 " of depth %" PRId64 ": out[%" PRId64 "] is %.9g, gelu_forward makes %.9g", dtype_name((DType)act), s->B * s->T, s->OC, s->C, i, out->got[i], gelu->got[i]);
+                    break;
+                }
+            case_free(c);
+        }
+}
+
 // A gradient that a kernel writes in 16 bits is the fp32 one, rounded: bit for bit, except that a GPU's library may add the
 // terms of a product in another order.
 static void test_gradients_in_16_bits(Test *t) {
@@ -1199,6 +1241,7 @@ KERNEL_TESTS(layernorm_backward)
 KERNEL_TESTS(gelu_forward)
 KERNEL_TESTS(gelu_backward)
 KERNEL_TESTS(linear_forward)
+KERNEL_TESTS(linear_gelu_forward)
 KERNEL_TESTS(linear_backward_input)
 KERNEL_TESTS(linear_backward_weight)
 KERNEL_TESTS(bias_backward)
@@ -1233,6 +1276,7 @@ static const TestRow kernel_tests[] = {
     KERNEL_TEST_ROWS(gelu_forward),
     KERNEL_TEST_ROWS(gelu_backward),
     KERNEL_TEST_ROWS(linear_forward),
+    KERNEL_TEST_ROWS(linear_gelu_forward),
     KERNEL_TEST_ROWS(linear_backward_input),
     KERNEL_TEST_ROWS(linear_backward_weight),
     KERNEL_TEST_ROWS(bias_backward),
@@ -1253,6 +1297,7 @@ static const TestRow kernel_tests[] = {
     KERNEL_TEST_ROWS(lion),
     KERNEL_TEST_ROWS(sgd),
     {"sum_squares_special", test_sum_squares_special},
+    {"gelu_of_rounded_values", test_gelu_of_rounded_values},
     {"gradients_in_16_bits", test_gradients_in_16_bits},
     {"update_control", test_update_control},
     {"hash_words", test_hash_words},

@@ -29,7 +29,7 @@ int64_t cuda::scratch_bytes(int64_t rows, int64_t C, int64_t B, int64_t T, int64
     if (!present || hopper_available()) attention_backward = attention_backward_hopper_scratch(B * NH, T, HS, sms);
     const int64_t layernorm_backward = sms * 4 * COLUMN_SUMS * C * f32;
     // Up to four lists of tokens, sums of chunks of 32 tokens, and the sort, which keeps a second copy of keys and values.
-    // Twice what matmul_hopper.cu wants for its sums of columns, of which there are 4 C.
+    // As much as matmul_hopper.cu wants for its sums of 8 C columns; a GPT-2 has 4 C.
     const int64_t embedding_backward = 4 * rows * 4 + rows / 32 * 2 * C * f32 + 9 * rows + (1 << 20);
     return piece_bytes(max_i64(max_i64(attention_backward, layernorm_backward), embedding_backward));
 }
