@@ -48,7 +48,7 @@ typedef struct {
     cublasLtMatmulAlgo_t algo;
 } Plan;
 
-enum { HEURISTIC_MAX = 16, CANDIDATES_MAX = 4096, FINALISTS = 6, FINAL_ROUNDS = 4 };
+enum { HEURISTIC_MAX = 16, CANDIDATES_MAX = 8192, FINALISTS = 6, FINAL_ROUNDS = 4 };
 static const double SEARCH_FLOPS_MIN = 1e10;   // smaller products take less time than their launch
 static const double SEARCH_SECONDS_MAX = 60;   // of the whole program; later plans take the first candidate
 static const double SCREEN_SECONDS = 0.7;      // of one product
@@ -292,7 +292,8 @@ static double plan_ms(const Plan *plan, const cublasLtMatmulAlgo_t *algo, const 
 }
 
 // Puts the fastest of the list into plan->algo: n of it from the heuristic, the rest found here. `want` are the bits that it must give.
-static void plan_compete(Plan *plan, Candidate *list, int n, uint64_t want, const Product *p, void *d, int64_t bytes, Stream stream) {
+// False where memory was too short for the rest: with more of it another may win.
+static bool plan_compete(Plan *plan, Candidate *list, int n, uint64_t want, const Product *p, void *d, int64_t bytes, Stream stream) {
     static bool told;
     const double start = clock_seconds();
     size_t free_bytes = 0, total;
@@ -300,7 +301,8 @@ static void plan_compete(Plan *plan, Candidate *list, int n, uint64_t want, cons
     told = true;
     cudaCheck(cudaMemGetInfo(&free_bytes, &total));
     const int named = n;
-    if (free_bytes > WIDE_FREE_BYTES) n = plan_widen(plan, list, n); // every kernel tried takes some
+    const bool wide = free_bytes > WIDE_FREE_BYTES;
+    if (wide) n = plan_widen(plan, list, n); // every kernel tried takes some
     int screened = 0;
     for (; screened < n && (screened < named || clock_seconds() - start < SCREEN_SECONDS); screened++) {
         Candidate *x = &list[screened];
@@ -323,6 +325,7 @@ static void plan_compete(Plan *plan, Candidate *list, int n, uint64_t want, cons
     int best = 0;
     for (int k = 1; k < n_finalists; k++) if (ms[k] < ms[best]) best = k;
     if (n_finalists) plan->algo = list[finalist[best]].algo;
+    return wide;
 }
 
 // Finds the fastest algorithm for a plan with n candidates from the heuristic: in the file of earlier runs, else by trying. A result that
@@ -353,9 +356,9 @@ static void plan_search(Plan *plan, const cublasLtMatmulAlgo_t *candidates, int 
         else if (seconds < SEARCH_SECONDS_MAX) {
             Candidate *list = (Candidate *)host_alloc(sizeof(Candidate) * CANDIDATES_MAX);
             for (int i = first; i < n; i++) list[i - first].algo = candidates[i];
-            plan_compete(plan, list, n - first, want, p, d, bytes, stream);
+            const bool final = plan_compete(plan, list, n - first, want, p, d, bytes, stream);
             free(list);
-            product_cache_store(&cache, (const int64_t *)&plan->key, (const uint64_t *)&plan->algo);
+            if (final) product_cache_store(&cache, (const int64_t *)&plan->key, (const uint64_t *)&plan->algo);
         }
     }
     if (apart) cudaCheck(cudaFreeAsync(d, (cudaStream_t)stream));
