@@ -39,6 +39,7 @@ struct MatmulShape {
     int n_tiles, pairs;  // tiles of a row of tiles; pairs of tiles of all
 };
 
+#ifdef HOPPER_CODE
 // ---------------------------------------------------------------------------------------------------------------
 // Clusters
 
@@ -258,8 +259,17 @@ __device__ static inline void matmul_consume(MatmulShared &sh, const CUtensorMap
     if (thread == 0) store_wait_read<0>(); // shared memory must outlive the copies
 }
 
+#endif // HOPPER_CODE
+
+// The compiler refuses clusters where the code for older GPUs is made, which has no body.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define IN_CLUSTERS __cluster_dims__(CLUSTER)
+#else
+#define IN_CLUSTERS
+#endif
+
 template <typename T, bool B_ROWS_ARE_K, MatmulFinish FINISH>
-__global__ void __cluster_dims__(CLUSTER) __launch_bounds__(MATMUL_THREADS, 1)
+__global__ void IN_CLUSTERS __launch_bounds__(MATMUL_THREADS, 1)
 matmul_hopper_kernel(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, const __grid_constant__ CUtensorMap map_out,
                      const __grid_constant__ CUtensorMap map_pre, const T *bias, float *partial, MatmulShape shape) {
 #ifdef HOPPER_CODE
