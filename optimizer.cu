@@ -221,6 +221,8 @@ typedef struct {
     UpdateControl *control, *host_control; // of the update in progress, in the backend's memory; its pinned copy
     Event summing;                // this rank has its own sums: from here on it waits for the others'
     Event decided;                // both copies are there
+    Tensor *shards;               // (units) whose squares are summed in one launch, of the update in progress
+    UpdateRange *ranges;          // (units) what one launch updates, likewise
     HostUpdate on_host;           // the worker's, while it updates
 } Optimizer;
 
@@ -257,7 +259,7 @@ typedef struct {
 // What optimizer_init allocates in the backend's memory; the states of the rule are zero's.
 static int64_t optimizer_bytes(void) { return SUM_COUNT * (int64_t)sizeof(double) + (int64_t)sizeof(UpdateControl); }
 
-static void optimizer_init(Optimizer *o, const Config *cfg, Stream stream) {
+static void optimizer_init(Optimizer *o, const Config *cfg, int units, Stream stream) {
     memset(o, 0, sizeof *o);
     o->cfg = cfg;
     o->rule = &optimizer_rules[cfg->optimizer.type];
@@ -267,6 +269,8 @@ static void optimizer_init(Optimizer *o, const Config *cfg, Stream stream) {
     o->host_sums = (double *)pinned_malloc(SUM_COUNT * sizeof(double));
     o->control = (UpdateControl *)device_malloc(sizeof(UpdateControl));
     o->host_control = (UpdateControl *)pinned_malloc(sizeof(UpdateControl));
+    o->shards = (Tensor *)host_alloc(sizeof(Tensor) * (size_t)units);
+    o->ranges = (UpdateRange *)host_alloc(sizeof(UpdateRange) * (size_t)units);
     o->summing = event_create();
     o->decided = event_create();
 }
@@ -276,6 +280,8 @@ static void optimizer_free(Optimizer *o) {
     pinned_free(o->host_sums);
     device_free(o->control);
     pinned_free(o->host_control);
+    free(o->shards);
+    free(o->ranges);
     event_destroy(o->summing);
     event_destroy(o->decided);
 }
@@ -284,14 +290,12 @@ static void optimizer_free(Optimizer *o) {
 // hash of its state), what follows from them, and copies of both for the host, which are there at o->decided.
 static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, RankWishes wishes) {
     const int units = z->model->table.n_units;
-    Tensor *shards = (Tensor *)host_alloc(sizeof(Tensor) * (size_t)units);
     int n = 0;
     for (int u = 0; u < units; u++) {
-        shards[n] = zero_counted(z, u);
-        n += tensor_numel(shards[n]) > 0;
+        o->shards[n] = zero_counted(z, u);
+        n += tensor_numel(o->shards[n]) > 0;
     }
-    sum_squares_to_double(&o->sums[SUM_SQUARES], shards, n, false, z->stream);
-    free(shards);
+    sum_squares_to_double(&o->sums[SUM_SQUARES], o->shards, n, false, z->stream);
     o->host_sums[SUM_STOP] = wishes.stop;
     o->host_sums[SUM_SAVE] = wishes.save;
     o->host_sums[SUM_WRITTEN] = wishes.written;
@@ -361,14 +365,12 @@ static UpdateRange optimizer_range(const Zero *z, int unit, char *param, char *m
 // those whose weights have their home in host memory.
 static void optimizer_apply(Optimizer *o, Zero *z, const UpdateArgs *a) {
     const int units = z->model->table.n_units;
-    UpdateRange *here = (UpdateRange *)host_alloc(sizeof(UpdateRange) * (size_t)units);
     int n = 0;
     for (int u = 0; u < units; u++) {
         const UnitState *unit = &z->unit[u];
-        if (!unit->update_on_host && !unit->param_on_host) here[n++] = optimizer_range(z, u, (char *)zero_updated_param(z, unit), (char *)unit->master);
+        if (!unit->update_on_host && !unit->param_on_host) o->ranges[n++] = optimizer_range(z, u, (char *)zero_updated_param(z, unit), (char *)unit->master);
     }
-    o->rule->update(here, n, a, z->stream);
-    free(here);
+    o->rule->update(o->ranges, n, a, z->stream);
     for (int u = 0; u < units; u++) {
         const UnitState *unit = &z->unit[u];
         if (unit->update_on_host || !unit->param_on_host) continue;

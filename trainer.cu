@@ -290,7 +290,7 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     for (int c = 0; c < t->pipe.n_chunks; c++) acts_init(&t->acts[c], layout[c], t->acts, cfg->activation_checkpointing.profile, cfg->activation_checkpointing.synchronize_checkpoint_boundary);
     free(layout);
     trainer_list_uses(t);
-    optimizer_init(&t->opt, cfg, t->stream);
+    optimizer_init(&t->opt, cfg, t->model.table.n_units, t->stream);
     for (int i = 0; i < 2; i++) {
         t->staging[i] = (int32_t *)pinned_malloc(2 * B * cfg->run.seq_len * 4);
         t->staging_free[i] = event_create();
