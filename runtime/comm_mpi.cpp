@@ -38,6 +38,9 @@ enum { SMALL_ALL_REDUCE_BYTES = 256 << 10, CHANNELS_MAX = 64 };
 #define MPI_TRY(call) mpi_try(call, #call)
 static CommWorld comm_world = {0, 1, 0, 1};
 static double timeout_s = 1800;
+// How long a wait looks without a pause: most end within it. Then it sleeps, for others want the cores, too. sched_yield alone does not give
+// them one: on Linux 6.18 two ranks that yielded all the time kept every other program waiting for tens of seconds.
+static const double SPIN_S = 1e-4;
 
 static void mpi_try(int code, const char *call) {
     if (code == MPI_SUCCESS) return;
@@ -342,13 +345,16 @@ static void collectives_progress(void) {
 
 static void collective_wait(Collective *c) {
     const double start = clock_seconds();
+    const struct timespec pause = {0, 20000};
     while (!c->arrived) {
         collectives_progress();
         if (c->arrived) return;
-        if (clock_seconds() - start > timeout_s)
+        const double waited = clock_seconds() - start;
+        if (waited > timeout_s)
             die(EXIT_PEER, "rank %d of %d: %s (place %d in a group of %d) did not end within %g s (zero_optimization.timeout): another rank hangs, or is "
                 "slower than that", comm_world.rank, comm_world.world, kind_name(c->kind), c->group.rank, c->group.size, timeout_s);
-        sched_yield(); // ranks may outnumber cores
+        if (waited > SPIN_S) nanosleep(&pause, NULL);
+        else if (comm_world.local_world > sysconf(_SC_NPROCESSORS_ONLN)) sched_yield();
     }
 }
 
