@@ -2,11 +2,11 @@
 //
 //     step-00000100/
 //         shard-0.bin ...    the values that each rank owns, one file a rank, and an index of them
-//         manifest.json      the rest: state of the run, model, names and shapes of the tensors, list of the shards
+//         manifest.json      the rest: state of the run, model, names and shapes of the tensors, list of the shards, configuration
 //
 // Every stored run of elements is addressed by tensor name, kind of state ("master" weights, the optimizer's states) and
 // offset in the global, unsharded, unpadded tensor. So the files say nothing about the layout that wrote them, and loading
-// under another one is arithmetic on offsets. Equal states give equal folders, byte for byte.
+// under another one is arithmetic on offsets. Equal states of equal configurations give equal folders, byte for byte.
 //
 // A run is a range of elements, or the same columns of some rows of a matrix, which is what tensor parallelism leaves of it. Either is
 // at most three blocks of rows x columns (RunBlock), and blocks are easy to intersect, and to count:
@@ -52,7 +52,10 @@ typedef struct {
     int64_t scaler_iteration, scaler_last_overflow, scaler_hysteresis_left, consecutive_skipped;
     uint64_t seed, data_fingerprint;
     int64_t data_samples;    // consumed so far
-    char config_digest[65];  // of the configuration that wrote it; letters, digits and ":._-"
+    // Not needed to go on, but to say what has changed since: the configuration that wrote it, as the text of a JSON object (null: not
+    // known), and for how many ranks it was. Of a state that was loaded, the text belongs to the caller.
+    const char *config;
+    int64_t config_ranks;
 } TrainingState;
 
 // Where the tensors come from and go to. All ranks have the same rows, held or not; one that is tied to another is not a tensor of its
@@ -313,6 +316,7 @@ PRINTF_LIKE(2, 3) static bool checkpoint_bad(Checkpoint *c, const char *format, 
 }
 
 static void checkpoint_free(Checkpoint *c) {
+    free((char *)c->state.config);
     for (int i = 0; i < c->n_shards; i++) {
         if (c->shard[i].fd >= 0) close(c->shard[i].fd);
         free(c->shard[i].run);
@@ -464,7 +468,20 @@ static bool manifest_lists(Checkpoint *c, const Json *j) {
     return good;
 }
 
-static bool manifest_members(Checkpoint *c, const Json *j) {
+// Earlier builds wrote a digest instead. The text will be printed: a terminal shall not take any of it for a command.
+static bool manifest_config(Checkpoint *c, const Json *j, const char *text) {
+    if (json_find(j, 0, "config") < 0) return true;
+    int n = manifest_find(c, j, 0, "config", JSON_OBJECT);
+    if (n < 0 || !manifest_number(c, j, 0, "config_ranks", 1, &c->state.config_ranks)) return false;
+    int64_t bytes = j->node[n].end - j->node[n].begin;
+    char *config = (char *)host_alloc((size_t)bytes + 1);
+    c->state.config = (char *)memcpy(config, text + j->node[n].begin, (size_t)bytes);
+    for (const char *p = config; *p; p++)
+        if (*p == 0x7f || (*p == '\xc2' && (unsigned char)p[1] < 0xa0)) return checkpoint_bad(c, MANIFEST_FILE ":%d: \"config\" holds a control character", j->node[n].line);
+    return true;
+}
+
+static bool manifest_members(Checkpoint *c, const Json *j, const char *text) {
     char format[32];
     int64_t version, world;
     if (j->node[0].type != JSON_OBJECT) return checkpoint_bad(c, MANIFEST_FILE ": is no JSON object");
@@ -486,8 +503,7 @@ static bool manifest_members(Checkpoint *c, const Json *j) {
     if (!manifest_real(c, j, model, "layer_norm_epsilon", &c->model.layer_norm_epsilon) ||
         !manifest_real(c, j, state, "loss_scale", &c->state.loss_scale) ||
         !manifest_hex(c, j, state, "seed", 16, &c->state.seed) || !manifest_hex(c, j, state, "data_fingerprint", 16, &c->state.data_fingerprint) ||
-        !manifest_text_of(c, j, state, "config_digest", ":._-", c->state.config_digest, sizeof c->state.config_digest) ||
-        !manifest_number(c, j, 0, "world", 1, &world) || !manifest_lists(c, j)) return false;
+        !manifest_number(c, j, 0, "world", 1, &world) || !manifest_lists(c, j) || !manifest_config(c, j, text)) return false;
     return world == c->n_shards || checkpoint_bad(c, MANIFEST_FILE ": %d shards of %" PRId64 " ranks", c->n_shards, world);
 }
 
@@ -512,7 +528,7 @@ static bool manifest_read(Checkpoint *c) {
     Json j;
     if (good && !json_parse(&j, text, bytes, JSON_STRICT)) good = checkpoint_bad(c, MANIFEST_FILE ":%d: %s", j.line, j.error);
     else if (good) {
-        good = manifest_members(c, &j);
+        good = manifest_members(c, &j, text);
         json_free(&j);
     }
     free(text);
@@ -761,12 +777,10 @@ static char *manifest_compose(const TrainingState *state, const CheckpointTensor
     FILE *f = open_memstream(&text, &length);
     if (!f) die(EXIT_INTERNAL, "out of host memory for the manifest of a checkpoint");
     CHECK(isfinite(state->loss_scale), "loss scale %g", state->loss_scale);
-    CHECK(!state->config_digest[0] || name_is_plain(state->config_digest, ":._-"), "config digest with odd characters");
     fprintf(f, "{\n\"format\": \"" CHECKPOINT_FORMAT "\",\n\"version\": %d,\n\"world\": %d,\n\"state\": {", CHECKPOINT_VERSION, n_shards);
     for (int i = 0; i < STATE_NUMBERS; i++) fprintf(f, "\"%s\": %" PRId64 ", ", state_numbers[i].name, *number_of(state, &state_numbers[i]));
     manifest_print_real(f, "loss_scale", state->loss_scale);
-    fprintf(f, ", \"seed\": \"%016" PRIx64 "\", \"data_fingerprint\": \"%016" PRIx64 "\", \"config_digest\": \"%s\"},\n\"model\": {",
-            state->seed, state->data_fingerprint, state->config_digest);
+    fprintf(f, ", \"seed\": \"%016" PRIx64 "\", \"data_fingerprint\": \"%016" PRIx64 "\"},\n\"model\": {", state->seed, state->data_fingerprint);
     for (int i = 0; i < MODEL_NUMBERS; i++) fprintf(f, "\"%s\": %" PRId64 ", ", model_numbers[i].name, *number_of(t->model, &model_numbers[i]));
     manifest_print_real(f, "layer_norm_epsilon", t->model->layer_norm_epsilon);
     fprintf(f, ", \"tie_word_embeddings\": %s},\n\"kinds\": [", t->model->tie_word_embeddings ? "true" : "false");
@@ -790,6 +804,7 @@ static char *manifest_compose(const TrainingState *state, const CheckpointTensor
         fprintf(f, "%s\n{\"file\": \"%s\", \"bytes\": %" PRId64 ", \"table_crc32c\": \"%08x\"}", i ? "," : "", shard[i].file,
                 shard[i].bytes, shard[i].table_crc);
     fprintf(f, "],\n");
+    if (state->config) fprintf(f, "\"config_ranks\": %" PRId64 ",\n\"config\": %s,\n", state->config_ranks, state->config);
     fflush(f);
     snprintf(last, sizeof last, MANIFEST_LAST_LINE, crc32c_extend(0, text, length));
     fputs(last, f);

@@ -171,6 +171,7 @@ static bool checkpoint_try(Checkpoint *c, const CheckpointPeers *p, int folder, 
             if (!load_meet(c, p, checkpoint_put(c, t, tensor_of, kind_of)))
                 die_told(EXIT_CHECKPOINT, "%s was changed while it was loaded: %s; start again", where, c->why);
             *state = c->state;
+            c->state.config = NULL; // it has been handed on
         }
         free(tensor_of);
     }

@@ -36,7 +36,7 @@ static int64_t checkpoint_bytes(const CheckpointTensors *t, int world) {
         bytes += param_numel(r) * 4 * t->n_kinds;
     }
     int64_t tables = stored_shard_table_bytes(CHECKPOINT_VERSION, bytes, runs * world) + 4 * world; // a run cut at every rank; a short piece each
-    return bytes + tables + world * (2 * SHARD_ALIGN + 128) + 4096 + 256 * (int64_t)t->table->n_rows;
+    return bytes + tables + world * (2 * SHARD_ALIGN + 128) + 16384 + 256 * (int64_t)t->table->n_rows;
 }
 
 // Free bytes without which a save does not begin: a twentieth more, which the file system may take for itself, and 1 MiB.

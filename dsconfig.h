@@ -159,11 +159,15 @@ typedef struct {
     bool deterministic;
 } RunConfig;
 
+typedef enum { TAGS_IGNORE, TAGS_WARN, TAGS_FAIL } TagValidation;
+
 typedef struct {
     char save_dir[CONFIG_PATH_MAX];  // "" = <output_dir>/checkpoints
     char load_path[CONFIG_PATH_MAX]; // "" = save_dir
     int64_t keep_n_most_recent, num_checkpoints_to_keep; // 0 = no limit
     bool decoupled; // write while training goes on
+    bool zero_checkpoint; // every rank writes what it owns; otherwise rank 0 all of it
+    TagValidation tag_validation;
 } CheckpointConfig;
 
 // Values that are only compared with others, translated into them, or refused as not built yet: the trainer does not look here.

@@ -51,6 +51,29 @@ static void config_print_table(FILE *out, const Config *c) {
     free(value);
 }
 
+// The same as one JSON object, which can be given back as a configuration file.
+static void config_print_json(FILE *out, const Config *c) {
+    const ConfigKey *row[CONFIG_KEY_ROOM];
+    char *value = (char *)host_alloc(CONFIG_SHOWN_MAX);
+    const char *before = "", *at, *end;
+    int n = 0, depth = 1;
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) if (config_in_table(c, i)) row[n++] = &config_keys[i];
+    qsort(row, (size_t)n, sizeof *row, config_compare_path); // sections are whole then
+    fputc('{', out);
+    for (int i = 0; i < n; i++) {
+        size_t same = 0; // bytes of the sections that this key and the one before share
+        for (size_t k = 0; row[i]->path[k] && row[i]->path[k] == before[k]; k++) if (before[k] == '.') same = k + 1;
+        for (at = before + same; (at = strchr(at, '.')); at++) fprintf(out, "\n%*s}", 4 * --depth, "");
+        if (i) fputc(',', out);
+        for (at = row[i]->path + same; (end = strchr(at, '.')); at = end + 1) fprintf(out, "\n%*s\"%.*s\": {", 4 * depth++, "", (int)(end - at), at);
+        const char *quote = row[i]->type == KEY_CHOICE ? "\"" : "";
+        fprintf(out, "\n%*s\"%s\": %s%s%s", 4 * depth, "", at, quote, config_show_field(c, row[i], value, CONFIG_SHOWN_MAX), quote);
+        before = row[i]->path;
+    }
+    while (depth > 0) fprintf(out, "\n%*s}", 4 * --depth, "");
+    free(value);
+}
+
 static void config_print_help(FILE *out) {
     fprintf(out, "All keys. Values in the file are JSON; on the command line write key.path=value. \"auto\" is accepted where it says auto.\n");
     for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
@@ -97,6 +120,7 @@ static void config_print_usage(FILE *out) {
             "  --load_tag TAG           one checkpoint of it instead of the newest\n"
             "  --flight DIR             print the flight recorders that a run of several ranks left in OUTPUT_DIR/flight\n"
             "  --inspect DIR            print what a checkpoint holds, or each of a folder, and verify all checksums\n"
+            "  --inspect-config DIR     print the configuration that wrote a checkpoint, or the newest of a folder, as a file for -c\n"
             "  --local_rank N           set by launchers\n"
             "  --help, --version\n\n"
             "Exit codes: 0 done, 2 configuration refused, 65 data, 66 checkpoint, 70 a bug here, 73 and 74 files, 75 a rank was lost, 76 numerics.\n");
@@ -251,7 +275,7 @@ static CommandLine config_read_arguments(int argc, char **argv) {
         if (l.print) return l;
         if (strcmp(arg, "--check-config") == 0) l.check = true;
         else if (strcmp(arg, "--strict") == 0) l.strict = true;
-        else if (strcmp(arg, "--inspect") == 0) die_alike(EXIT_CONFIG, "%s takes a folder and stands alone: train_gpt --inspect DIR", shown);
+        else if (strcmp(arg, "--inspect") == 0 || strcmp(arg, "--inspect-config") == 0) die_alike(EXIT_CONFIG, "%s takes a folder and stands alone: train_gpt %s DIR", shown, shown);
         else if (strcmp(arg, "--plan") == 0 && (i + 1 == argc || argv[i + 1][0] < '0' || argv[i + 1][0] > '9')) l.plan = true; // for the ranks that are here
         else if (config_option(argc, argv, &i, "--plan", &value)) {
             if (!config_read_worlds(value, l.world, &l.n_worlds))

@@ -604,6 +604,10 @@ static void config_resolve_rest(ConfigReader *r) {
     if (k->num_checkpoints_to_keep && k->keep_n_most_recent > k->num_checkpoints_to_keep)
         config_say_key(r, CONFIG_PROBLEM, "checkpoint.keep_n_most_recent",
                        "is more than checkpoint.num_checkpoints_to_keep = %" PRId64 "; lower it", k->num_checkpoints_to_keep);
+    if (k->decoupled && !k->zero_checkpoint && c->world > 1) {
+        config_say_key(r, CONFIG_NOTICE, "checkpoint.writer.decoupled", "has no effect: with checkpoint.zero_checkpoint = false rank 0 collects what it writes from the others, and training waits");
+        k->decoupled = false;
+    }
     if (c->batch.vocabulary_size % 8 != 0)
         config_say_key(r, CONFIG_NOTICE, "vocabulary_size", "is not a multiple of 8; the buffers are padded to one");
     if (o->flops_profiler && o->profile_step > c->run.steps)

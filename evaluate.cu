@@ -169,7 +169,8 @@ static RankState trainer_rank_state(const Trainer *t) {
 static TrainingState trainer_state(const Trainer *t) {
     TrainingState s;
     memset(&s, 0, sizeof s);
-    digest_write(t->cfg, s.config_digest);
+    s.config = t->config_text;
+    s.config_ranks = t->cfg->world;
     s.step = t->step;
     s.applied_updates = t->opt.applied_updates;
     s.tokens = t->tokens;
@@ -219,6 +220,55 @@ static void save_goes_on(Trainer *t) {
     if (t->written && checkpoint_go_on(t->store)) save_tell(t, &t->store->job.result, false);
 }
 
+// All of the model, as one rank saves it that asks the others for each tensor (see zero_serve).
+typedef struct {
+    Zero *zero;
+    ParamTable table;
+    int row, kind;  // of the tensor that was asked for last; row -1 = none
+    float *values;
+} GatheredTensors;
+
+static void gathered_owned(void *ctx, int row, int64_t *first, int64_t *last) {
+    *first = 0;
+    *last = param_numel(&((GatheredTensors *)ctx)->table.row[row]);
+}
+
+static void gathered_get(void *ctx, int row, int kind, int64_t first, int64_t n, float *values) {
+    GatheredTensors *g = (GatheredTensors *)ctx;
+    if (g->row != row || g->kind != kind) {
+        free(g->values);
+        g->values = (float *)host_alloc((size_t)param_numel(&g->table.row[row]) * 4);
+        zero_ask_read(g->zero, row, kind, g->values);
+        g->row = row;
+        g->kind = kind;
+    }
+    memcpy(values, g->values + first, (size_t)n * 4);
+}
+
+// checkpoint.zero_checkpoint = false: rank 0 saves, alone, and all learn how it went.
+static void save_gathered(Trainer *t, const TrainingState *state) {
+    CheckpointStore *s = t->store;
+    if (t->grid.rank > 0) zero_serve(&t->zero);
+    else {
+        GatheredTensors g = {&t->zero, {}, -1, 0, NULL};
+        CheckpointTensors tensors = trainer_tensors(t);
+        const CheckpointPeers ranks = s->peers;
+        model_build_table(&g.table, &t->model.c, model_whole);
+        tensors.table = &g.table;
+        tensors.ctx = &g;
+        tensors.owned = gathered_owned;
+        tensors.get = gathered_get;
+        s->peers = checkpoint_alone;
+        checkpoint_save(s, state, &tensors, t->cfg->checkpoint.keep_n_most_recent, t->cfg->checkpoint.num_checkpoints_to_keep);
+        s->peers = ranks;
+        zero_ask(ASK_DONE, 0, 0);
+        table_free(&g.table);
+        free(g.values);
+    }
+    comm_host_broadcast(&s->job.result, sizeof s->job.result, 0);
+    comm_host_broadcast(&s->failed_in_a_row, sizeof s->failed_in_a_row, 0);
+}
+
 // Saves: in the background, if the configuration says so and there will be time for it.
 static void save(Trainer *t, bool last_chance) {
     const CheckpointConfig *c = &t->cfg->checkpoint;
@@ -233,7 +283,8 @@ static void save(Trainer *t, bool last_chance) {
     if (t->cfg->run.replica_check_every > 0) replicas_check(&t->replicas, &t->zero, t->step); // at stage 0; the others' copies are older than the masters now
     TrainingState state = trainer_state(t);
     CheckpointTensors tensors = trainer_tensors(t);
-    if (t->store->copy.memory && !last_chance) {
+    if (!c->zero_checkpoint && t->grid.world > 1) save_gathered(t, &state);
+    else if (t->store->copy.memory && !last_chance) {
         checkpoint_begin(t->store, &state, &tensors, c->keep_n_most_recent, c->num_checkpoints_to_keep);
         if (checkpoint_saving(t->store)) return;
     } else checkpoint_save(t->store, &state, &tensors, c->keep_n_most_recent, c->num_checkpoints_to_keep);
@@ -256,6 +307,12 @@ __attribute__((noinline)) static void note_earlier_run(const Config *cfg) {
     snprintf(latest, sizeof latest, "%s/latest", trainer_save_dir(cfg, room, sizeof room));
     if (access(latest, F_OK) == 0)
         note("train_gpt.run.resume = none: the folder of %s holds checkpoints of an earlier run; those of equal steps will be replaced, and a later resume=auto takes the highest step; another run.output_dir keeps the two apart", latest);
+}
+
+__attribute__((noinline)) static void note_changes(const Config *cfg, const TrainingState *loaded, const char *name) {
+    char changed[CHANGES_TEXT];
+    if (!trainer_only_reads(cfg) && config_changes(cfg, loaded, changed) > 0)
+        note("checkpoint %s was trained with %s; from here on this run's settings hold", name, changed);
 }
 
 // Loads the checkpoint that the configuration asks for; false when `auto` finds none. All ranks read, each what it needs.
@@ -283,9 +340,7 @@ static bool trainer_load(Trainer *t) {
         die_alike(EXIT_DATA, "train_gpt.data.train: the files are not those that checkpoint %s was trained on; resume with the same files, or --export the model and start a new run with model.init_from", name);
     if (cfg->scheduler.last_batch_iteration != -1)
         die_alike(EXIT_CONFIG, "scheduler.params.last_batch_iteration = %" PRId64 ": a checkpoint was loaded, and it knows where the schedule is; remove the key, or say run.resume=none", cfg->scheduler.last_batch_iteration);
-    char changed[DIGEST_TEXT];
-    if (digest_compare(cfg, s.config_digest, changed) > 0 && !trainer_only_reads(cfg))
-        note("checkpoint %s was trained with %s; from here on this run's settings hold", name, changed);
+    note_changes(cfg, &s, name);
     if (s.seed != (uint64_t)cfg->run.seed) note("train_gpt.run.seed = %" PRId64 ": the checkpoint was trained with seed %" PRIu64 "; the order of shuffled data changes from here on", cfg->run.seed, s.seed);
     if (cfg->model.init_from[0] && !trainer_only_reads(cfg)) note("train_gpt.model.init_from has no effect: the weights come from checkpoint %s", name);
     if (!cfg->zero.load_from_fp32_weights) zero_masters_from_weights(&t->zero);
@@ -301,6 +356,7 @@ static bool trainer_load(Trainer *t) {
         t->opt.scaler.last_overflow = s.scaler_last_overflow;
         t->opt.scaler.hysteresis_left = s.scaler_hysteresis_left;
     }
+    free((char *)s.config);
     trainer_verify_loaded(t);
     if (t->grid.rank == 0 && !trainer_only_reads(cfg)) printf("resumed from %s: step %" PRId64 ", %" PRId64 " tokens\n", name, t->step, t->tokens);
     console_flush();

@@ -1,4 +1,4 @@
-// inspect.cu - train_gpt --inspect DIR: what the checkpoints of a folder hold, and whether they are whole.
+// inspect.cu - train_gpt --inspect DIR: what the checkpoints of a folder hold, and whether they are whole; --inspect-config DIR: what wrote one.
 //
 // Reads every byte and compares every checksum, as loading does, but needs no model, no device and no other rank. DIR is a
 // checkpoint, a folder of checkpoints, or the output folder of a run.
@@ -31,7 +31,7 @@ static bool inspect_one(int folder, const char *name, const char *shown) {
         if (c.n_shards > 1) printf(" (%" PRId64 " to %" PRId64 " each), %" PRId64 " runs of elements", least, most, c.n_runs);
         if (columns) printf(", %" PRId64 " of them columns of matrices", columns);
         printf("\n  loss scale     %g; seed %" PRIu64 "; data %016" PRIx64 "\n", s->loss_scale, s->seed, s->data_fingerprint);
-        printf("  config digest  %s\n", s->config_digest[0] ? s->config_digest : "none");
+        printf("  config         %s\n", s->config ? "here (--inspect-config prints it)" : "none: an earlier build wrote this checkpoint");
         fflush(stdout); // the rest takes as long as the disk
         good = values_check(&c, 0, 1);
     }
@@ -42,16 +42,16 @@ static bool inspect_one(int folder, const char *name, const char *shown) {
     return good;
 }
 
-// Opens the folder that holds the checkpoints of DIR: itself, or `checkpoints` in it. *itself: DIR is a checkpoint.
-static int inspect_open(const char *dir, bool *itself, StepList *steps, char *shown, size_t room) {
+// Opens the folder that holds the checkpoints of DIR: itself, or `checkpoints` in it. *itself: DIR is a checkpoint. option: what asked for it.
+static int inspect_open(const char *option, const char *dir, bool *itself, StepList *steps, char *shown, size_t room) {
     struct stat st;
     int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // a link here is the user's wish
     text_escape(shown, room, dir, strlen(dir));
-    if (folder < 0) die(EXIT_CHECKPOINT, "--inspect %s: %s; name a checkpoint, a folder of checkpoints, or a run's output folder", shown, strerror(errno));
+    if (folder < 0) die(EXIT_CHECKPOINT, "%s %s: %s; name a checkpoint, a folder of checkpoints, or a run's output folder", option, shown, strerror(errno));
     *itself = fstatat(folder, MANIFEST_FILE, &st, AT_SYMLINK_NOFOLLOW) == 0 || step_of_name(strrchr(dir, '/') ? strrchr(dir, '/') + 1 : dir) >= 0;
     if (*itself) return folder;
     for (int level = 0; level < 2; level++) {
-        if (!steps_list(folder, steps)) die(EXIT_CHECKPOINT, "--inspect %s: cannot be listed: %s", shown, strerror(errno));
+        if (!steps_list(folder, steps)) die(EXIT_CHECKPOINT, "%s %s: cannot be listed: %s", option, shown, strerror(errno));
         if (steps->n || level) break;
         int inner = openat(folder, "checkpoints", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
         if (inner < 0) break;
@@ -60,7 +60,7 @@ static int inspect_open(const char *dir, bool *itself, StepList *steps, char *sh
         size_t n = strlen(shown);
         snprintf(shown + n, room - n, "/checkpoints");
     }
-    if (!steps->n) die(EXIT_CHECKPOINT, "--inspect %s: there is no checkpoint in this folder; name a checkpoint, a folder of checkpoints, or a run's output folder", shown);
+    if (!steps->n) die(EXIT_CHECKPOINT, "%s %s: there is no checkpoint in this folder; name a checkpoint, a folder of checkpoints, or a run's output folder", option, shown);
     return folder;
 }
 
@@ -69,7 +69,7 @@ static int inspect_print(const char *dir) {
     char shown[512], one[640], name[CHECKPOINT_NAME_MAX];
     StepList steps = {NULL, 0, 0};
     bool itself, good = true;
-    int folder = inspect_open(dir, &itself, &steps, shown, sizeof shown);
+    int folder = inspect_open("--inspect", dir, &itself, &steps, shown, sizeof shown);
     if (itself) good = inspect_one(folder, ".", shown);
     for (int i = 0; i < steps.n; i++) {
         step_name(name, steps.step[i]);
@@ -80,4 +80,23 @@ static int inspect_print(const char *dir) {
     close(folder);
     if (fflush(stdout) != 0) die(EXIT_IO, "standard output: %s", strerror(errno));
     return good ? EXIT_OK : EXIT_CHECKPOINT;
+}
+
+// Prints the configuration of one checkpoint, of a folder's the newest, so that it can be given back with -c.
+static int inspect_print_config(const char *dir) {
+    char shown[512], name[CHECKPOINT_NAME_MAX] = ".";
+    StepList steps = {NULL, 0, 0};
+    bool itself;
+    int folder = inspect_open("--inspect-config", dir, &itself, &steps, shown, sizeof shown);
+    if (!itself) step_name(name, steps.step[0]);
+    free(steps.step);
+    Checkpoint c;
+    bool good = checkpoint_read(&c, folder, name);
+    close(folder);
+    if (!good) die(EXIT_CHECKPOINT, "checkpoint %s/%s is damaged: %s", shown, name, c.why);
+    if (!c.state.config) die(EXIT_CHECKPOINT, "checkpoint %s/%s holds no configuration: an earlier build wrote it", shown, name);
+    puts(c.state.config);
+    checkpoint_free(&c);
+    if (fflush(stdout) != 0) die(EXIT_IO, "standard output: %s", strerror(errno));
+    return EXIT_OK;
 }

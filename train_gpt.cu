@@ -212,9 +212,9 @@ static StepStats train_step(Trainer *t) {
 static void train(Trainer *t) {
     const RunConfig *run = &t->cfg->run;
     trainer_print_start(t);
-    int64_t saved_at = -1;
+    int64_t loaded_at = -1;
     const double setting_up = clock_seconds();
-    if (trainer_load(t)) saved_at = t->step;
+    if (trainer_load(t)) loaded_at = t->step;
     else trainer_init_weights(t);
     const double weights_seconds = clock_seconds() - setting_up;
     if (t->grid.rank == 0) print_table_row("ready after", "%.1f s for memory, data and files, %.1f for weights", t->setup_seconds, weights_seconds);
@@ -249,15 +249,16 @@ static void train(Trainer *t) {
         // once in a while, or on SIGUSR1: save
         if (due(t->step, run->checkpoint_every) || t->save) {
             save(t, false);
-            saved_at = t->step;
             save_signal = 0;
         }
     }
     bool stopped = t->stop && t->step < run->steps; // a signal during the last update stops nothing
     if (stopped && t->grid.rank == 0) printf("signal %s: update %" PRId64 " is finished, saving\n", stop_signal ? strsignal(stop_signal) : "to another rank", t->step);
     if (!stopped && t->has_val && run->eval_every > 0) evaluate_and_log(t);
-    if (saved_at != t->step && (stopped || run->checkpoint_at_end)) save(t, true);
-    save_finish(t); // or the one of this step, in the background
+    save_finish(t); // in the background, if one is on its way
+    const SaveResult *last = &t->store->job.result;
+    const bool saved = t->step == loaded_at || (last->durable && last->step == t->step);
+    if (!saved && (stopped || run->checkpoint_at_end)) save(t, true);
     tell_memory(t);
     if (t->grid.rank > 0) return;
 
@@ -274,6 +275,7 @@ int main(int argc, char **argv) {
     descriptors_ensure();
     if (argc == 3 && strcmp(argv[1], "--flight") == 0) return flight_print(argv[2]);
     if (argc == 3 && strcmp(argv[1], "--inspect") == 0) return inspect_print(argv[2]);
+    if (argc == 3 && strcmp(argv[1], "--inspect-config") == 0) return inspect_print_config(argv[2]);
     signals_install();
     watch_arm(60);
     CommWorld world = comm_start();
@@ -289,6 +291,7 @@ int main(int argc, char **argv) {
     if (cfg->world != world.world)
         die_alike(EXIT_CONFIG, "the environment speaks of %" PRId64 " ranks, but %d found each other; leave the variables of one launcher only", cfg->world, world.world);
     configurations_agree(cfg, world);
+    tags_agree(cfg, world);
     watch_begin(cfg, world);
     Trainer *t = (Trainer *)host_alloc(sizeof *t);
     trainer_init(t, cfg, world);           // device, tables, program, shards, slots, data, files

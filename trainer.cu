@@ -59,6 +59,7 @@ typedef struct {
     int64_t tokens, samples; // consumed by them
     double loss, grad_norm;  // of the last update of this process
     double config_digest;    // see RankState
+    char *config_text;       // see TrainingState
     double setup_seconds;    // that trainer_init took
     bool stop, save;         // some rank was asked to, as all ranks know since the last update
     bool written;            // all ranks have done their part of the save in the background, likewise
@@ -333,6 +334,7 @@ static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     config_fit_device(cfg, device_info().compute_capability);
     trainer_init_core(t, cfg, grid_make(world.rank, axes), !reads, reads ? 1 : cfg->batch.train_micro_batch_size_per_gpu);
     t->config_digest = config_digest(cfg);
+    t->config_text = config_text(cfg);
     tokenizer_open(&t->tokenizer, cfg->data.tokenizer, cfg->model.vocab_size);
     t->metrics.log_fd = -1;
     if (reads) return;
@@ -368,6 +370,7 @@ static void trainer_free(Trainer *t) {
     graphs_free(t->model.graphs);
     tp_overlap_free(&t->model.overlap);
     model_free(&t->model);
+    free(t->config_text);
     free(t->train_uses);
     free(t->eval_uses);
     groups_free(&t->groups);

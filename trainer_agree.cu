@@ -105,80 +105,81 @@ static void configurations_agree(const Config *cfg, CommWorld world) {
     die_alike(EXIT_CONFIG, "the ranks have different configurations: %s; give all hosts the same file and the same command line", text);
 }
 
+static void tag_show(const void *config, int field, int rank, double value, char text[AGREE_VALUE]) {
+    (void)field, (void)value;
+    if (rank == message_rank) snprintf(text, AGREE_VALUE, "\"%.80s\"", ((const Config *)config)->load_tag);
+    comm_host_broadcast(text, AGREE_VALUE, rank);
+}
+
+// Do all ranks name the same checkpoint to load? All come here, and take rank 0's, unless checkpoint.tag_validation is Fail.
+static void tags_agree(Config *cfg, CommWorld world) {
+    if (world.world == 1) return;
+    const TagValidation validation = cfg->checkpoint.tag_validation;
+    const char *name = "--load_tag";
+    char text[AGREE_TEXT];
+    double value = (double)(text_hash(cfg->load_tag) >> 12), *all = agree_gather(&value, 1, world.rank, world.world);
+    if (validation != TAGS_IGNORE && agree_describe(text, all, &name, 1, world.world, tag_show, cfg) > 0) {
+        if (validation == TAGS_FAIL) die_alike(EXIT_CONFIG, "the ranks name different checkpoints: %s; give all of them the same tag (checkpoint.tag_validation = Fail)", text);
+        note("the ranks name different checkpoints: %s; all take rank 0's (checkpoint.tag_validation = Warn)", text);
+    }
+    free(all);
+    comm_host_broadcast(cfg->load_tag, sizeof cfg->load_tag, 0);
+}
+
 // ---------------------------------------------------------------------------------------------------------------
-// TrainingState.config_digest: which settings that shape the training a checkpoint was made with, in 64 characters. Numbers stand
-// for themselves, sections as 5 digits of a hash of their lines in the effective table: "1.b64.s1024.o1f3a0..."
+// TrainingState.config: what a checkpoint was made with
 
-enum { DIGEST_TEXT = 512 };
+static char *config_text(const Config *cfg) {
+    char *text = NULL;
+    size_t length = 0;
+    FILE *f = open_memstream(&text, &length);
+    if (f) config_print_json(f, cfg);
+    if (!f || fclose(f) != 0) die(EXIT_INTERNAL, "out of host memory for the text of the configuration");
+    return text;
+}
 
-static const struct {
-    char mark;
-    const char *keys; // paths, or beginnings that end in a point, separated by blanks
-    const char *name;
-    bool is_number;
-} digest_parts[] = {
-    {'b', "train_batch_size", "train_batch_size", true},
-    {'a', "gradient_accumulation_steps", "gradient_accumulation_steps", true},
-    {'s', "train_gpt.run.seq_len", "train_gpt.run.seq_len", true},
-    {'o', "optimizer.", "optimizer", false},
-    {'l', "scheduler. train_gpt.run.lr_schedule train_gpt.run.warmup_steps train_gpt.run.total_steps train_gpt.run.final_lr_frac", "learning-rate schedule", false},
-    {'c', "gradient_clipping", "gradient_clipping", false},
-    {'p', "fp16. bf16. communication_data_type data_types.grad_accum_dtype gradient_predivide_factor prescale_gradients", "precision (fp16, bf16, types and factors of gradients)", false},
-    {'w', "sequence_parallel.attention_window_size", "attention window", false},
-    {'d', "train_gpt.data.shuffle dataloader_drop_last", "order of the data (shuffle, dataloader_drop_last)", false},
-};
-enum { DIGEST_PARTS = sizeof digest_parts / sizeof *digest_parts };
+enum { CHANGES_TEXT = 1024 };
 
-static bool digest_has(const char *keys, const char *path) {
-    for (const char *k = keys; *k; k += strcspn(k, " "), k += *k == ' ') {
-        size_t n = strcspn(k, " ");
-        if (strncmp(path, k, n) == 0 && (path[n] == 0 || k[n - 1] == '.')) return true;
+// Settings that shape the training, whatever the ranks, the files and the machine: paths, or beginnings that end in a point.
+static bool config_shapes(const char *path) {
+    static const char *const shaping[] = {
+        "train_batch_size", "gradient_accumulation_steps", "train_gpt.run.seq_len", "optimizer.", "scheduler.", "train_gpt.run.lr_schedule", "train_gpt.run.warmup_steps",
+        "train_gpt.run.total_steps", "train_gpt.run.final_lr_frac", "gradient_clipping", "fp16.", "bf16.", "communication_data_type", "data_types.grad_accum_dtype",
+        "gradient_predivide_factor", "prescale_gradients", "sequence_parallel.attention_window_size", "train_gpt.data.shuffle", "dataloader_drop_last",
+    };
+    for (size_t i = 0; i < sizeof shaping / sizeof *shaping; i++) {
+        size_t n = strlen(shaping[i]);
+        if (strncmp(path, shaping[i], n) == 0 && (path[n] == 0 || shaping[i][n - 1] == '.')) return true;
     }
     return false;
 }
 
-static void digest_part(const Config *cfg, int part, char text[16]) {
-    char *value = (char *)host_alloc(CONFIG_SHOWN_MAX);
-    uint64_t hash = 0;
-    value[0] = 0;
-    for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
-        if (!config_in_table(cfg, i) || !digest_has(digest_parts[part].keys, config_keys[i].path)) continue;
-        config_show_field(cfg, &config_keys[i], value, CONFIG_SHOWN_MAX);
-        hash = rng_mix(hash ^ text_hash(config_keys[i].path) ^ rng_mix(text_hash(value)));
-    }
-    if (digest_parts[part].is_number && strlen(value) < 6) snprintf(text, 16, "%.15s", value);
-    else snprintf(text, 16, "%05x", (unsigned)(hash >> 44));
-    free(value);
+static const char *config_show_in_table(const Config *cfg, int key, char *dst) {
+    if (!config_in_table(cfg, key)) return "none";
+    return config_show_field(cfg, &config_keys[key], dst, CONFIG_SHOWN_MAX);
 }
 
-static void digest_write(const Config *cfg, char digest[65]) {
-    char part[16];
-    int n = snprintf(digest, 65, "1");
-    for (int i = 0; i < DIGEST_PARTS; i++) {
-        digest_part(cfg, i, part);
-        n += snprintf(digest + n, (size_t)(65 - n), ".%c%s", digest_parts[i].mark, part);
-    }
-    CHECK(n < 65, "a digest of %d characters", n);
-}
-
-// What a checkpoint with this digest was trained with, where it is something else: "train_batch_size 64 (now 32), another optimizer".
-// Returns how many parts differ; 0 for a digest of another kind.
-static int digest_compare(const Config *cfg, const char *digest, char text[DIGEST_TEXT]) {
-    int differ = 0, n = 0;
+// Which of these settings a state was trained with, where it is something else now: "gradient_clipping 1 (now 0.5), ...". Returns how many
+// differ; 0 where the state does not know. A key that is newer than the state had its default.
+static int config_changes(const Config *now, const TrainingState *state, char text[CHANGES_TEXT]) {
+    int differ = 0;
+    size_t n = 0;
     text[0] = 0;
-    if (strncmp(digest, "1.", 2) != 0) return 0;
-    for (int i = 0; i < DIGEST_PARTS; i++) {
-        char now[16], mark[3] = {'.', digest_parts[i].mark, 0};
-        const char *then = strstr(digest, mark);
-        if (!then) continue;
-        then += 2;
-        int length = (int)strcspn(then, ".");
-        digest_part(cfg, i, now);
-        if (strlen(now) == (size_t)length && strncmp(now, then, (size_t)length) == 0) continue;
-        const char *comma = differ++ ? ", " : "";
-        if (digest_parts[i].is_number) n += snprintf(text + n, (size_t)(DIGEST_TEXT - n), "%s%s %.*s (now %s)", comma, digest_parts[i].name, length, then, now);
-        else n += snprintf(text + n, (size_t)(DIGEST_TEXT - n), "%sanother %s", comma, digest_parts[i].name);
+    if (!state->config) return 0;
+    Config *then = (Config *)host_alloc(sizeof *then);
+    ConfigReport report = {}; // of another version's text: what can be read counts
+    config_parse(state->config, (int64_t)strlen(state->config), "checkpoint", NULL, 0, state->config_ranks, false, then, &report);
+    char *a = (char *)host_alloc(2 * CONFIG_SHOWN_MAX), *b = a + CONFIG_SHOWN_MAX;
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
+        if (!config_shapes(config_keys[i].path)) continue;
+        const char *was = config_show_in_table(then, i, a), *is = config_show_in_table(now, i, b);
+        if (strcmp(was, is) == 0) continue;
+        if (n < CHANGES_TEXT) n += (size_t)snprintf(text + n, CHANGES_TEXT - n, "%s%s %.80s (now %.80s)", differ ? ", " : "", config_keys[i].path, was, is);
+        differ++;
     }
+    free(a);
+    config_report_free(&report);
+    free(then);
     return differ;
 }
 

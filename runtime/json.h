@@ -44,6 +44,7 @@ typedef struct {
     int32_t key, key_length;        // offset into the pool, decoded; key is -1 outside objects
     int32_t text, length;           // a string's decoded bytes, a number's or bad word's spelling
     int32_t twin;                   // an earlier element of the same object with the same key, or -1
+    int32_t begin, end;             // where the value stands in the text that was parsed: bytes [begin, end)
 } JsonNode;
 
 typedef struct {
@@ -424,7 +425,7 @@ static inline bool json_elements(JsonParser *p, int32_t container, int depth) {
     return true;
 }
 
-static inline bool json_value(JsonParser *p, int32_t node, int depth) {
+static inline bool json_value_by_kind(JsonParser *p, int32_t node, int depth) {
     char c = p->at < p->end ? *p->at : 0;
     JsonNode *n = &p->j->node[node]; // json_elements may move the nodes: not used after it
     if (c == '{' || c == '[') {
@@ -437,6 +438,13 @@ static inline bool json_value(JsonParser *p, int32_t node, int depth) {
         return json_quoted(p, &n->text, &n->length);
     }
     return json_bare(p, n);
+}
+
+static inline bool json_value(JsonParser *p, int32_t node, int depth) {
+    p->j->node[node].begin = (int32_t)(p->at - p->text);
+    bool good = json_value_by_kind(p, node, depth);
+    p->j->node[node].end = (int32_t)(p->at - p->text);
+    return good;
 }
 
 // Marks keys that occur twice in one object, with a hash table of all (object, key) of the text.

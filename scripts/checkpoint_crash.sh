@@ -8,7 +8,8 @@
 #   - from the newest checkpoint that the log calls durable, or a newer one;
 #   - the losses are those of an undisturbed run: digit for digit if one rank made both, else to 1e-7 of their value, and the norms to 2e-6
 #     (ranks add in another order, which shows at 1e-8 and 2e-7 in these runs; a sample read twice shows at 1e-2);
-#   - if one rank made both, its last checkpoint is equal to the undisturbed run's, byte for byte; and nothing else is left in the folder.
+#   - if one rank made both, its last checkpoint is equal to the undisturbed run's, byte for byte but for the configuration that it holds; and
+#     nothing else is left in the folder.
 # Then runs of mostly two ranks are killed at random instants, all ranks at once or one of them, and each time another number of ranks goes
 # on. Without an argument some of the calls are struck, and 50 random kills made; with "all" each of them is, and 200 are; "long" makes 1000
 # random kills and nothing else. The last line is "N passed, N failed, N skipped".
@@ -54,6 +55,8 @@ for ((i = 0; i < 100; i++)); do echo "line $i: the cat sat on mat $((i * 7919 % 
 
 # "step loss norm" of all updates in a log, the later record of an update that was run twice.
 losses() { sed -nE 's/^\{"step":([0-9]+),"loss":([^,]+),"grad_norm":([^,]+),.*/\1 \2 \3/p' "$1" | tac | sort -snu -k1,1; }
+# What the manifest of a run's last checkpoint says before its configuration.
+manifest() { sed '/^"config_ranks"/,$d' "$1/checkpoints/step-00000006/manifest.json"; }
 # The largest step that the log calls durable, 0 if none.
 acknowledged() { sed -nE 's/^\{"event":"checkpoint","at_step":([0-9]+),"durable":true.*/\1/p' "$1" 2>/dev/null | sort -n | tail -n 1 | grep . || echo 0; }
 # Are the losses and norms of two lists the same? Prints the first that are not.
@@ -96,7 +99,7 @@ resume_and_compare() {
         problem=$(agree whole.losses parts.losses)
         problem=${problem:+other losses: $problem}
     elif ! cmp -s whole.losses parts.losses; then problem="other losses: $(diff whole.losses parts.losses | sed -n 2p)"
-    elif ! diff -qr whole/checkpoints/step-00000006 out/checkpoints/step-00000006 >/dev/null; then problem="the last checkpoint differs"
+    elif ! diff -qr -x manifest.json whole/checkpoints/step-00000006 out/checkpoints/step-00000006 >/dev/null || ! cmp -s <(manifest whole) <(manifest out); then problem="the last checkpoint differs"
     fi
     # an older checkpoint may be left when the end came between the last save and its deletion; it is complete
     if [ -z "$problem" ] && [ "$(cd out/checkpoints && ls -A | grep -v 'step-0000000[24]' | tr '\n' ' ')" != "$whole" ]; then problem="left in the folder: $(ls -A out/checkpoints | tr '\n' ' ')"; fi

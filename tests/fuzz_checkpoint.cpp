@@ -95,6 +95,8 @@ static void *sound_save(void *rank) {
     TrainingState state;
     memset(&state, 0, sizeof state);
     state.loss_scale = 1;
+    state.config_ranks = SHARDS;
+    state.config = "{\n    \"steps_per_print\": 7\n}";
     CheckpointStore *store = checkpoint_open(&peers, fuzz.path, false);
     r->result = checkpoint_save(store, &state, &tensors, 0, 0);
     checkpoint_close(store);

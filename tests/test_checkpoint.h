@@ -13,6 +13,7 @@
 // A fake run
 
 enum { FAKE_KEEPS_MAX = 512 };
+#define FAKE_CONFIG "{\n    \"gradient_clipping\": 1.5\n}"
 
 typedef struct {
     ModelConfig model;
@@ -28,6 +29,7 @@ typedef struct {
     bool needs_owned;                    // loads what it owns; otherwise everything, as every rank does at stage 0
     Zero *placed;                        // by whose rules it owns and needs, in a layout of several axes (test_layouts.h); or null
     TrainingState state;
+    const char *loaded_config;           // as it came with what was loaded last
     CheckpointTensors tensors;
 } FakeRun;
 
@@ -123,7 +125,7 @@ static void fake_fill(FakeRun *f, int64_t step) {
             for (int64_t i = 0; f->table.row[row].tied_to < 0 && i < param_numel(&f->table.row[row]); i++)
                 f->value[k][row][i] = fake_value(step, k, row, i);
     TrainingState s = {step, step - 1, step * 1000, 1, 65536.0 / 3.0, step + 7, -1, 2, 0, 0xfedcba9876543210ull, 0x8000000000000001ull,
-                       step * 8, "0123456789abcdef"};
+                       step * 8, FAKE_CONFIG, 1};
     f->state = s;
 }
 
@@ -164,7 +166,15 @@ static void fake_free(FakeRun *f) {
         free(f->value[k]);
     }
     table_free(&f->table);
+    free((char *)f->loaded_config);
     free(f);
+}
+
+static bool fake_load(FakeRun *f, const CheckpointPeers *p, const char *folder, const char *which, char *name, size_t room) {
+    if (!checkpoint_load(p, folder, which, &f->state, &f->tensors, name, room)) return false;
+    free((char *)f->loaded_config);
+    f->loaded_config = f->state.config;
+    return true;
 }
 
 // Whether the run holds exactly what fake_fill(step) makes. Compares every value and every field of the state.
@@ -181,7 +191,7 @@ static bool fake_holds(Test *t, const FakeRun *f, int64_t step) {
     return same && s->step == step && s->applied_updates == step - 1 && s->tokens == step * 1000 && s->skipped == 1 &&
            s->loss_scale == 65536.0 / 3.0 && s->scaler_iteration == step + 7 &&
            s->scaler_last_overflow == -1 && s->scaler_hysteresis_left == 2 && s->consecutive_skipped == 0 && s->seed == 0xfedcba9876543210ull && s->data_fingerprint == 0x8000000000000001ull &&
-           s->data_samples == step * 8 && strcmp(s->config_digest, "0123456789abcdef") == 0;
+           s->data_samples == step * 8 && s->config_ranks == 1 && s->config && strcmp(s->config, FAKE_CONFIG) == 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -295,7 +305,7 @@ typedef struct {
 static void ckpt_load_call(void *arg) {
     CkptLoadCall *l = (CkptLoadCall *)arg;
     char name[64];
-    checkpoint_load(&checkpoint_alone, l->folder, l->which, &l->run->state, &l->run->tensors, name, sizeof name);
+    fake_load(l->run, &checkpoint_alone, l->folder, l->which, name, sizeof name);
     if (l->run->puts) _exit(99); // must not have reached the model before dying
 }
 
@@ -303,7 +313,7 @@ static void ckpt_load_call(void *arg) {
 static const char *ckpt_load_quietly(const char *folder, const char *which, FakeRun *f, CkptCaptured *c) {
     static char name[64];
     ckpt_capture_begin(c);
-    bool found = checkpoint_load(&checkpoint_alone, folder, which, &f->state, &f->tensors, name, sizeof name);
+    bool found = fake_load(f, &checkpoint_alone, folder, which, name, sizeof name);
     ckpt_capture_end(c);
     return found ? name : "";
 }
@@ -356,7 +366,7 @@ static void test_checkpoint_round_trip(Test *t) {
         expect_true(t, r.durable && r.why[0] == 0, "not durable: %s", r.why);
         expect_equal_text(t, "name", r.name, "step-00000007");
         char name[64];
-        expect_true(t, checkpoint_load(&checkpoint_alone, folder, "auto", &g->state, &g->tensors, name, sizeof name), "nothing found");
+        expect_true(t, fake_load(g, &checkpoint_alone, folder, "auto", name, sizeof name), "nothing found");
         expect_equal_text(t, "loaded name", name, "step-00000007");
         expect_true(t, fake_holds(t, g, 7), "values or state differ after loading");
         expect_equal_i64(t, "calls of put", g->puts, row[i].kinds * (g->table.n_rows - 1));
@@ -388,7 +398,7 @@ static void test_checkpoint_round_trip(Test *t) {
         again = checkpoint_save(o, &f->state, &f->tensors, 0, 0);
         checkpoint_close(o);
         expect_true(t, again.durable, "not durable: %s", again.why);
-        expect_true(t, checkpoint_load(&checkpoint_alone, other, "step-00000007", &g->state, &g->tensors, name, sizeof name) && g->state.tokens == 8000,
+        expect_true(t, fake_load(g, &checkpoint_alone, other, "step-00000007", name, sizeof name) && g->state.tokens == 8000,
                     "the old state of step 7 is still there");
         expect_equal_i64(t, "entries", ckpt_count(other, ckpt_count_visit), 3); // .lock, latest, step-00000007
         fake_free(f);
@@ -757,7 +767,11 @@ static void test_checkpoint_forged_manifest(Test *t) {
         {"fedcba9876543210", "fedcba987654321", "full length"},
         {"fedcba9876543210", "fedcba98765432100", "full length"},
         {"fedcba9876543210", "FEDCBA9876543210", "full length"},
-        {"0123456789abcdef", "0123456789abc/ef", "config_digest"},
+        {"\"config\": {", "\"config\": [], \"x\": {", "\"config\" must be an object"},
+        {"1.5\n}", "1.5, \"x\": \"\x7f\"\n}", "\"config\" holds a control character"},
+        {"1.5\n}", "1.5, \"x\": \"\xc2\x9b\"\n}", "\"config\" holds a control character"},
+        {"1.5\n}", "1.5, \"gradient_clipping\": 1\n}", "a key occurs twice"},
+        {"\"config_ranks\": 1", "\"config_ranks\": 0", "\"config_ranks\" must be a whole number"},
         {"\"world\": 1", "\"world\": 2", "1 shards of 2 ranks"},
         {"\"world\": 1", "\"world\": 0", "\"world\" must be"},
         {"shard-0.bin", "../shard-0.bin", "letters, digits"},

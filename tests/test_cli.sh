@@ -39,6 +39,16 @@ refuses() {
     [ -s err ] || fail "no message"
     expect "no output folder is made by a refusal" test ! -e out_dir
 }
+# Two checkpoints of equal states, which other settings wrote: all but the configurations is equal.
+same_checkpoint() { # WHAT A B
+    expect "$1" diff -r -x manifest.json "$2" "$3"
+    equal "$1: manifests" "$(sed '/^"config_ranks"/,$d' "$2/manifest.json")" "$(sed '/^"config_ranks"/,$d' "$3/manifest.json")"
+}
+# For rows that start ranks.
+need_mpirun() {
+    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return 1; fi
+    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+}
 # A shard of 16-bit tokens in llm.c's format: NAME HEADER_COUNT TOKEN...
 write_shard() {
     python3 - "$@" <<'PY'
@@ -98,8 +108,7 @@ PY
 
 # Two stages go half the way, one rank goes on: the curve of one rank that goes all of it. Samples and evaluations on the way.
 row_pipeline() {
-    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    need_mpirun || return
     local common=(-c config.json model.tie_word_embeddings=false gradient_accumulation_steps=4 data.val=train.txt run.eval_every=3 run.eval_batches=2 run.sample_every=3 run.sample_tokens=9)
     run_expect 0 "${common[@]}" || return
     mv out_dir kept
@@ -219,8 +228,7 @@ row_too_large_for_host_memory() {
 # mpirun calls a rank that leaves without MPI's own goodbye a crash.
 row_early_ends_under_mpirun() {
     local arguments
-    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    need_mpirun || return
     for arguments in --help --version "-c config.json --check-config" "-c config.json --plan"; do
         # shellcheck disable=SC2086
         ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun -n 2 "$binary" $arguments >out 2>err </dev/null # MPI keeps what it allocates
@@ -232,8 +240,7 @@ row_early_ends_under_mpirun() {
 
 # Where only another rank than 0 has something to refuse, that rank says it.
 row_refusal_of_one_rank() {
-    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    need_mpirun || return
     local second says
     while IFS='|' read -r second says; do
         # shellcheck disable=SC2086
@@ -247,8 +254,7 @@ row_refusal_of_one_rank() {
 
 # Ranks that were given different settings learn which, and who has what.
 row_configurations_that_differ() {
-    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    need_mpirun || return
     local ranks=(env ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun -n 1 "$binary" -c config.json train_batch_size=6 :)
     "${ranks[@]}" -n 1 "$binary" -c config.json train_batch_size=6 optimizer.params.lr=2e-3 run.output_dir=elsewhere : -n 1 "$binary" -c config.json train_batch_size=6 >out 2>err </dev/null
     equal "mpirun's exit code" $? 2
@@ -265,8 +271,7 @@ row_configurations_that_differ() {
 
 # The ranks of mpirun cut into the axes that the file names: the losses of one rank, and a text.
 row_tensor_and_sequence_parallel() {
-    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    need_mpirun || return
     local losses=() degrees
     run_expect 0 -c config.json run.steps=3 run.output_dir=one model.n_head=4 || return
     losses=("$(grep -ao '"loss":[0-9.]*' one/log.jsonl | cut -c1-12)")
@@ -287,8 +292,7 @@ row_tensor_and_sequence_parallel() {
 # The settings guides' examples of parallelism, their sizes brought down to 8 ranks and a small model, train as one rank does.
 row_examples_of_the_guides() {
     if [ -n "$sanitized" ]; then skip "eight sanitized ranks take long; fewer are in other rows"; return; fi
-    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1
+    need_mpirun || return
     local small=(model.preset=null model.n_layer=4 model.n_head=4 model.n_embd=32 model.n_positions=32 model.vocab_size=256 data.train=train.txt run.seq_len=32 run.steps=2 optimizer.type=AdamW optimizer.params.lr=1e-3)
     local one=(tensor_model_parallel_size=1 pipeline_model_parallel_size=1 zero_optimization.stage=0)
     local files=(t06-hybrid t08-parallel-python t12-175B t13-sequence) ranks=(8 8 8 2) batch=(32 32 32 1) i
@@ -314,8 +318,8 @@ PY
 # and comes back under another layout, byte for byte, and writes the same text.
 row_resume_through_layouts() {
     if [ -n "$sanitized" ]; then skip "eight sanitized ranks take long; fewer are in other rows"; return; fi
-    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
-    export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 ASAN_OPTIONS=detect_leaks=0
+    need_mpirun || return
+    export ASAN_OPTIONS=detect_leaks=0
     local common=(-c config.json train_batch_size=16 gradient_accumulation_steps=4 model.n_layer=4 model.n_head=4) split="tensor_model_parallel_size=2 pipeline_model_parallel_size=2" at=0 layout
     run_expect 0 "${common[@]}" run.output_dir=one run.steps=12 || return
     for layout in "4 $split zero_optimization.stage=1" "8 $split pipeline_schedule=zb-v zero_optimization.stage=3" "1" "4 tensor_model_parallel_size=4" \
@@ -507,6 +511,28 @@ row_full_disk() {
     expect "the log is whole lines of JSON" python3 -c 'import json; [json.loads(l) for l in open("kept/log.jsonl")]'
 }
 
+# A disk that is full after the first checkpoint: that one stays as it is, training goes on, a line and a record of the log say what was not
+# saved, and without its last checkpoint the run has not ended well, also where that one was due anyway.
+row_disk_full_in_mid_run() {
+    local mode code
+    unshare -m true 2>/dev/null || { skip "no mount namespaces here"; return; }
+    mkdir mounted
+    for mode in false true; do
+        rm -rf out_dir
+        unshare -m bash -c 'mount -t tmpfs -o size=1700k none mounted && "$@"; echo $? >code; ls mounted >listing; "$1" --inspect mounted >inspected' - \
+            "$binary" -c config.json checkpoint.save_dir=mounted run.checkpoint_every=4 checkpoint.writer.decoupled=$mode >out 2>err </dev/null
+        equal "exit code" "$(cat code)" 74
+        says "the checkpoint of step 8 could not be saved: mounted/step-00000008: needs "
+        says "earlier ones are intact, training goes on"
+        says "error: the last checkpoint, of step 12, could not be saved"
+        equal "checkpoints" "$(grep step- listing)" step-00000004
+        equal "good ones" "$(grep -c 'checksums      all match' inspected)" 1
+        equal "updates" "$(logged_steps out_dir/log.jsonl)" 12
+        expect "the record of step 4" grep -q '"event":"checkpoint","at_step":4,"durable":true' out_dir/log.jsonl
+        expect "the record of step 8" grep -q '"event":"checkpoint","at_step":8,"durable":false' out_dir/log.jsonl
+    done
+}
+
 # Half a record at the end of the log, as a crash or a full disk leaves it, does not spoil the next one.
 row_torn_log() {
     mkdir out_dir
@@ -617,7 +643,7 @@ row_background_saves() {
     run_expect 0 -c config.json run.steps=60 run.checkpoint_every=7 checkpoint.writer.decoupled=true || return
     curve out_dir/log.jsonl >parts.curve
     expect "saving changes nothing" cmp whole.curve parts.curve
-    for tag in step-00000007 step-00000056 step-00000060; do expect "$tag is the same" diff -r "whole/checkpoints/$tag" "out_dir/checkpoints/$tag"; done
+    for tag in step-00000007 step-00000056 step-00000060; do same_checkpoint "$tag is the same" "whole/checkpoints/$tag" "out_dir/checkpoints/$tag"; done
     equal "durable saves" "$(grep -c '"event":"checkpoint","at_step":[0-9]*,"durable":true,"bytes":[0-9]*,"seconds":[0-9.]*,"stall_ms":[0-9.]*,"write_mb_s":[0-9.]*}' out_dir/log.jsonl)" 9
     prints 's of which training waited'
     # one save after each update: they wait for each other
@@ -663,7 +689,8 @@ row_background_saves_without_memory() {
     says "training waits for its checkpoints instead"
     expect "no save is made in the background" bash -c '! grep -q "of which training waited" out'
     equal "durable saves" "$(grep -c '"event":"checkpoint","at_step":[0-9]*,"durable":true' out_dir/log.jsonl)" 3
-    expect "the same checkpoints" diff -r -x .lock whole/checkpoints out_dir/checkpoints
+    expect "the same checkpoints" diff -r -x .lock -x manifest.json whole/checkpoints out_dir/checkpoints
+    for tag in step-00000005 step-00000010 step-00000012; do same_checkpoint "$tag is the same" "whole/checkpoints/$tag" "out_dir/checkpoints/$tag"; done
     equal "the curve" "$(curve out_dir/log.jsonl)" "$(curve whole/log.jsonl)"
     run_expect 0 -c config.json run.checkpoint_every=5 checkpoint.writer.decoupled=true run.output_dir=roomy || return # and here there is
     says_not "training waits for its checkpoints"
@@ -746,7 +773,7 @@ row_inspect() {
     equal "what the checksums say" "$(grep -c 'checksums      all match' out)" 2
     expect "the step" grep -q '^  step           4 (4 updates applied, 0 skipped)$' out
     expect "kinds" grep -q 'of each: master, exp_avg, exp_avg_sq (fp32)$' out
-    expect "the digest of the manifest" grep -qF "  config digest  $(sed -nE 's/.*"config_digest": "([^"]*)".*/\1/p' out_dir/checkpoints/step-00000004/manifest.json)" out
+    expect "the configuration" grep -qF '  config         here (--inspect-config prints it)' out
     local shard=out_dir/checkpoints/step-00000002/shard-0.bin
     run --inspect out_dir/checkpoints/step-00000002
     equal "exit code for one" "$code" 0
@@ -808,16 +835,93 @@ row_settings_changed() {
     run_expect 0 -c config.json run.steps=14
     says_not "was trained with"
     run_expect 0 -c config.json run.steps=16 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4
-    says "checkpoint step-00000014 was trained with train_batch_size 4 (now 8), train_gpt.run.seq_len 32 (now 16), another optimizer; from here on"
+    says "checkpoint step-00000014 was trained with train_batch_size 4 (now 8), optimizer.params.lr 0.001 (now 0.0001), train_gpt.run.seq_len 32 (now 16); from here on"
     run_expect 0 -c config.json run.steps=18 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4 gradient_clipping=0.5 data.shuffle=true
-    says "checkpoint step-00000016 was trained with another gradient_clipping, another order of the data (shuffle, dataloader_drop_last); from here on"
+    says "checkpoint step-00000016 was trained with gradient_clipping 1 (now 0.5), train_gpt.data.shuffle false (now true); from here on"
     says_not "train_batch_size"
     run_expect 0 -c config.json run.steps=20 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4 gradient_clipping=0.5 data.shuffle=true gradient_accumulation_steps=2
     says "checkpoint step-00000018 was trained with gradient_accumulation_steps 1 (now 2); from here on"
     run_expect 0 -c config.json run.steps=22 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4 gradient_clipping=0.5 data.shuffle=true \
         sequence_parallel.attention_window_size=8
-    says "checkpoint step-00000020 was trained with gradient_accumulation_steps 2 (now 1), another attention window; from here on"
+    says "checkpoint step-00000020 was trained with gradient_accumulation_steps 2 (now 1), sequence_parallel.attention_window_size none (now 8); from here on"
     prints "each token sees itself and the 7 before it"
+}
+
+# The configuration that a checkpoint holds can be given back, and means the same.
+row_inspect_config() {
+    local settings=(run.sample_prompt='a "b" \ c' train_micro_batch_size_per_gpu=2 run.steps=2)
+    run_expect 0 -c config.json "${settings[@]}" || return
+    run_expect 0 --inspect-config out_dir || return
+    mv out again.json
+    expect "it is JSON" python3 -c 'import json; c = json.load(open("again.json")); assert c["train_gpt"]["run"]["steps"] == 2 and c["gradient_accumulation_steps"] == 2'
+    run_expect 0 -c config.json "${settings[@]}" --check-config
+    sed 's/ *# .*//' out >before
+    run_expect 0 -c again.json --check-config
+    equal "values of the two" "$(diff before <(sed 's/ *# .*//' out))" ""
+    run_expect 0 -c again.json run.steps=4
+    says_not "was trained with"
+    run_expect 0 --inspect-config out_dir # the newest
+    expect "the newest one's" grep -qF '"steps": 4' out
+    run_expect 66 --inspect-config "$root/tests/checkpoint_version_1"
+    says "holds no configuration: an earlier build wrote it"
+    run_expect 0 --inspect "$root/tests/checkpoint_version_1"
+    prints "  config         none: an earlier build wrote this checkpoint"
+    sed -i 's/"steps": 2/"steps": 3/' out_dir/checkpoints/step-00000002/manifest.json
+    run_expect 66 --inspect-config out_dir/checkpoints/step-00000002
+    says "is damaged: manifest.json: its checksum"
+}
+
+# Ranks that are given different tags: rank 0's is taken, or nothing is loaded.
+row_tag_validation() {
+    need_mpirun || return
+    local first second what common
+    run_expect 0 -c config.json run.steps=4 run.checkpoint_every=2 run.output_dir=given || return
+    while read -r first second what; do
+        common=(-c config.json run.steps=3 --load_dir given/checkpoints "checkpoint.tag_validation=$what" "run.output_dir=with_$what")
+        ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun -n 1 "$binary" "${common[@]}" --load_tag "$first" : -n 1 "$binary" "${common[@]}" --load_tag "$second" >out 2>err </dev/null
+        code=$?
+        if [ "$what" = Fail ]; then
+            equal "exit code" "$code" 2
+            says 'the ranks name different checkpoints: --load_tag is "step-00000002" on rank 0, "step-00000004" on rank 1; give all'
+            continue
+        fi
+        equal "exit code with $what" "$code" 0
+        prints "resumed from step-00000002"
+        if [ "$what" = Warn ]; then says 'name different checkpoints: --load_tag is "step-00000002" on rank 0, "step-00000004" on rank 1; all take'; else says_not "name different"; fi
+    done <<'END'
+step-00000002 step-00000004 Warn
+step-00000002 step-00000004 Fail
+step-00000002 none Ignore
+END
+}
+
+# zero_checkpoint false: one file, whoever owns what, and training goes on from it as from one of all ranks.
+row_zero_checkpoint_false() {
+    need_mpirun || return
+    local layout ranks
+    for layout in zero_optimization.stage=3 "tensor_model_parallel_size=2 zero_optimization.stage=1" "pipeline_model_parallel_size=2 gradient_accumulation_steps=2"; do
+        rm -rf whole parts
+        ranks=(env ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun -n 2 "$binary" -c config.json $layout)
+        "${ranks[@]}" run.output_dir=whole run.checkpoint_every=6 >out 2>err </dev/null || fail "$layout: $(tail -n 2 err)"
+        "${ranks[@]}" run.output_dir=parts run.steps=6 checkpoint.zero_checkpoint=false checkpoint.writer.decoupled=true >out 2>err </dev/null || fail "$layout: $(tail -n 2 err)"
+        says "checkpoint.writer.decoupled = true: has no effect: with checkpoint.zero_checkpoint = false"
+        equal "$layout: files" "$(ls parts/checkpoints/step-00000006)" "manifest.json
+shard-0.bin"
+        equal "$layout: files of all ranks" "$(find whole/checkpoints/step-00000006 -name 'shard-*' | wc -l)" 2
+        "${ranks[@]}" run.output_dir=parts checkpoint.zero_checkpoint=false >out 2>err </dev/null || fail "$layout: $(tail -n 2 err)"
+        prints "resumed from step-00000006"
+        says_not "was trained with"
+        equal "$layout: the curve" "$(curve parts/log.jsonl)" "$(curve whole/log.jsonl)"
+        run_expect 0 --inspect parts || return
+        equal "$layout: checksums" "$(grep -c 'checksums      all match' out)" 2
+    done
+    unshare -m true 2>/dev/null || return # what fails on rank 0 is known to all: they go on, and end
+    mkdir small
+    unshare -m bash -c 'mount -t tmpfs -o size=64k none small && exec "$@"' - "${ranks[@]}" checkpoint.save_dir=small run.output_dir=limited checkpoint.zero_checkpoint=false run.checkpoint_every=4 run.steps=6 >out 2>err </dev/null
+    equal "exit code with no room" $? 74
+    says "the checkpoint of step 4 could not be saved: "
+    says "the last checkpoint, of step 6, could not be saved: "
+    equal "updates" "$(logged_steps limited/log.jsonl)" 6
 }
 
 row_every_checkpoint_broken() {
@@ -1027,7 +1131,7 @@ PY
 # The benchmark of several GPUs goes through, at toy size; what it prints are rates of nothing.
 row_bench_ranks() {
     if [ -n "$sanitized" ]; then skip "a benchmark"; return; fi
-    if ! command -v mpirun >/dev/null || [[ $(ldd "$binary") != *libmpi* ]]; then skip "this build has no MPI, or there is no mpirun"; return; fi
+    need_mpirun || return
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 BENCH_BUILT=1
     BUILD=$(dirname -- "$binary") timeout 200 "$root/scripts/bench_ranks.py" --small --backend cpu --updates 4 tensor sequence pipeline >out 2>err
     equal "exit code" $? 0

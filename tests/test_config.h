@@ -925,11 +925,40 @@ static void test_precision(Test *t) {
 // ---------------------------------------------------------------------------------------------------------------
 // Properties
 
-// The effective table, line by line as overrides, must give the same configuration.
+// A configuration that was made of what another one prints is the same.
+static void expect_read_back(Test *t, const Config *c, Parsed *p, const char *what, const char *printed) {
+    char all[1500];
+    t->compared++;
+    if (config_refusals(&p->report) > 0) test_fail(t, "%s: the %s is refused: %s", what, printed, report_text(&p->report, all, sizeof all));
+    else {
+        for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
+            const ConfigKey *k = &config_keys[i];
+            if (!config_in_table(c, i)) continue;
+            t->compared++;
+            if (memcmp((const char *)c + k->offset, (const char *)p->c + k->offset, k->size) != 0) test_fail(t, "%s: %s differs after reading the %s back", what, k->path, printed);
+        }
+        expect_equal_i64(t, what, p->c->dtype, c->dtype);
+        expect_equal_i64(t, what, p->c->optimizer.type, c->optimizer.type);
+        expect_equal_i64(t, what, p->c->scheduler.type, c->scheduler.type);
+    }
+    parsed_free(p);
+}
+
+// The effective table, line by line as overrides, and its JSON as a file must give the same configuration.
 static void expect_round_trip(Test *t, const Config *c, int64_t world, const char *what) {
-    char *text = NULL, all[1500];
+    char *text = NULL;
     size_t length = 0;
     FILE *f = open_memstream(&text, &length);
+    config_print_json(f, c);
+    fclose(f);
+    Json j;
+    expect_true(t, json_parse(&j, text, (int64_t)length, JSON_STRICT), "%s: line %d: %s", what, j.line, j.error);
+    json_free(&j);
+    Parsed p = {(Config *)host_alloc(sizeof(Config)), {}};
+    config_parse(text, (int64_t)length, "json", NULL, 0, world, false, p.c, &p.report);
+    expect_read_back(t, c, &p, what, "JSON of the effective table");
+    free(text);
+    f = open_memstream(&text, &length);
     config_print_table(f, c);
     fclose(f);
     const char *list[400];
@@ -946,22 +975,9 @@ static void expect_round_trip(Test *t, const Config *c, int64_t world, const cha
         memmove(equals + 1, equals + 3, strlen(equals + 3) + 1);
         list[n++] = line;
     }
-    Parsed p = {(Config *)host_alloc(sizeof(Config)), {}};
+    p = {(Config *)host_alloc(sizeof(Config)), {}};
     config_parse(NULL, 0, "", list, n, world, false, p.c, &p.report);
-    t->compared++;
-    if (config_refusals(&p.report) > 0) test_fail(t, "%s: the effective table is refused: %s", what, report_text(&p.report, all, sizeof all));
-    else {
-        for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
-            const ConfigKey *k = &config_keys[i];
-            if (!config_in_table(c, i)) continue;
-            t->compared++;
-            if (memcmp((const char *)c + k->offset, (const char *)p.c + k->offset, k->size) != 0) test_fail(t, "%s: %s differs after reading the effective table back", what, k->path);
-        }
-        expect_equal_i64(t, what, p.c->dtype, c->dtype);
-        expect_equal_i64(t, what, p.c->optimizer.type, c->optimizer.type);
-        expect_equal_i64(t, what, p.c->scheduler.type, c->scheduler.type);
-    }
-    parsed_free(&p);
+    expect_read_back(t, c, &p, what, "effective table");
     free(text);
 }
 

@@ -46,6 +46,7 @@ static Config *tiny_config(void) {
     c->scheduler.type = SCHEDULE_CONSTANT;
     c->scheduler.last_batch_iteration = -1;
     c->gradient_clipping = 1.0;
+    c->checkpoint.zero_checkpoint = true;
     c->fp16.initial_scale_power = 16;
     c->fp16.loss_scale_window = 1000;
     c->fp16.hysteresis = 2;

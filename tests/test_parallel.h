@@ -491,6 +491,103 @@ static void test_golden_together(Test *t) { golden_together(t, "gpt2-tiny", 8, D
 static void test_golden_together_bf16(Test *t) { golden_together(t, "gpt2-tiny", 8, DTYPE_BF16, golden_bf16); }
 static void test_golden_odd_together(Test *t) { golden_together(t, "gpt2-odd", 9, DTYPE_FP32, golden_fp32); }
 
+// ---------------------------------------------------------------------------------------------------------------
+// Import in little memory
+
+// A line of /proc/self/status in bytes: VmRSS, what this process has in memory, or VmHWM, the most that it had; -1 if it is not there.
+static int64_t status_bytes(const char *key) {
+    char line[256];
+    int64_t kib = -1;
+    FILE *f = fopen("/proc/self/status", "r");
+    while (f && fgets(line, sizeof line, f)) if (strncmp(line, key, strlen(key)) == 0) kib = strtoll(line + strlen(key) + 1, NULL, 10);
+    if (f) fclose(f);
+    return kib < 0 ? -1 : kib * 1024;
+}
+
+static bool status_forget_most(void) { // VmHWM becomes VmRSS
+    int fd = open("/proc/self/clear_refs", O_WRONLY | O_CLOEXEC);
+    bool good = fd >= 0 && write(fd, "5", 1) == 1;
+    if (fd >= 0) close(fd);
+    return good;
+}
+
+static float import_mark(int row) { return 1 + (float)row / 1024; }
+
+// A model.safetensors of zeros, of which the disk holds only what is written here: the header, and a mark in the first place of each tensor.
+static void import_write_sparse(const FormatsFolder *f, const ParamTable *table) {
+    char path[600];
+    size_t room = 4096 + (size_t)table->n_rows * 256, length = 0;
+    char *header = (char *)host_alloc(room);
+    int64_t at = 0;
+    for (int i = 0; i < table->n_rows; i++) {
+        const ParamDesc *r = &table->row[i];
+        if (r->tied_to >= 0) continue;
+        char shape[64];
+        if (r->ndim == 1) snprintf(shape, sizeof shape, "%" PRId64, r->shape[0]);
+        else snprintf(shape, sizeof shape, "%" PRId64 ",%" PRId64, r->shape[r->hf_transposed], r->shape[!r->hf_transposed]);
+        length += (size_t)snprintf(header + length, room - length, "%s\"transformer.%s\":{\"dtype\":\"F32\",\"shape\":[%s],\"data_offsets\":[%" PRId64 ",%" PRId64 "]}",
+                                   length ? "," : "{", r->name, shape, at, at + 4 * param_numel(r));
+        at += 4 * param_numel(r);
+    }
+    header[length++] = '}';
+    const uint64_t n = length;
+    int fd = open(formats_path(path, f, "model.safetensors"), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    CHECK(fd >= 0 && file_write_all(fd, &n, 8) && file_write_all(fd, header, (int64_t)length) && ftruncate(fd, 8 + (int64_t)length + at) == 0, "%s: %s", path, strerror(errno));
+    at = 8 + (int64_t)length;
+    for (int i = 0; i < table->n_rows; i++) {
+        if (table->row[i].tied_to >= 0) continue;
+        const float mark = import_mark(i);
+        CHECK(pwrite(fd, &mark, 4, at) == 4, "%s: %s", path, strerror(errno));
+        at += 4 * param_numel(&table->row[i]);
+    }
+    close(fd);
+    free(header);
+}
+
+// While a model comes out of a Hugging Face folder, no rank needs more than a few tensors' memory beside what it keeps, whatever the layout.
+static void test_import_streams(Test *t) {
+    const int world = test_world.world;
+    const GridAxes layout[] = {{1, world, 1, 1}, {1, world / 2, 1, 2}, {2, world / 2, 1, 1}};
+    FormatsFolder f = {""};
+    for (int i = 0; i < (world % 2 == 0 ? 3 : 1); i++) {
+        Config *c = parallel_config(1);
+        c->model.n_layer = 24, c->model.n_head = 4, c->model.n_embd = 256, c->model.n_inner = 1024, c->model.n_positions = 64;
+        c->zero.stage = layout[i].dp > 1 ? 3 : 0;
+        c->parallel.data = layout[i].dp, c->parallel.tensor = layout[i].tp, c->parallel.pipeline = layout[i].pp;
+        ParamTable whole;
+        model_build_table(&whole, &c->model, model_whole);
+        if (i == 0 && test_world.rank == 0) {
+            f = formats_folder();
+            import_write_sparse(&f, &whole);
+        }
+        snprintf(c->model.init_from, sizeof c->model.init_from, "%s", test_world.rank == 0 ? f.path : "known to rank 0");
+        Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+        trainer_init_core(trainer, c, grid_make(test_world.rank, layout[i]), false, 1);
+        zero_init_weights(&trainer->zero, 1); // all that is kept has been touched
+        double measured = status_forget_most() && status_bytes("VmHWM") > 0;
+        comm_host_all_reduce(&measured, 1, COMM_MIN);
+        if (measured == 0) test_skip(t, "this kernel does not tell the most memory of a part of a process");
+        const int64_t before = status_bytes("VmHWM"), model = 4 * table_param_count(&whole);
+        trainer_init_weights(trainer);
+        const int64_t more = status_bytes("VmHWM") - before;
+        if (measured > 0) expect_true(t, more < model / 5, "layout %d: importing %.1f MB took %.1f MB of memory", i, (double)model / 1e6, (double)more / 1e6);
+        float *values = (float *)host_alloc((size_t)(4 * 256 * 1024));
+        for (int row = 0; row < whole.n_rows; row += 17) {
+            if (whole.row[row].tied_to >= 0) continue;
+            double rest = 0;
+            zero_tensor_read(&trainer->zero, row, STATE_MASTER, values);
+            for (int64_t k = 1; k < param_numel(&whole.row[row]); k++) rest += fabs((double)values[k]);
+            expect_true(t, values[0] == import_mark(row) && rest == 0, "layout %d: %s begins with %g, and the rest adds up to %g", i, whole.row[row].name, values[0], rest);
+        }
+        free(values);
+        trainer_free(trainer);
+        free(trainer);
+        table_free(&whole);
+        free(c);
+    }
+    if (f.path[0]) formats_remove(&f);
+}
+
 static const TestRow parallel_tests[] = {
     {"golden run, all stages", test_golden_together}, {"golden run, all stages, bf16", test_golden_together_bf16}, {"odd golden run, all stages", test_golden_odd_together},
     {"stages, fp32", test_stages_fp32}, {"stages, bf16", test_stages_bf16}, {"stages, fp16", test_stages_fp16}, {"stages, accumulation", test_stages_accumulation},
@@ -498,5 +595,6 @@ static const TestRow parallel_tests[] = {
     {"buckets", test_buckets}, {"buckets, bf16", test_buckets_bf16}, {"optimizers, sharded", test_optimizers_sharded}, {"bytes", test_sharded_bytes}, {"memory as planned", test_memory_planned}, {"resume across stages", test_resume_across_stages}, {"resume across stages, bf16", test_resume_across_stages_bf16}, {"resume across ranks", test_resume_across_ranks},
     {"resume through layouts", test_resume_through_layouts}, {"resume through layouts, bf16", test_resume_through_layouts_bf16}, {"resume through layouts, fp16", test_resume_through_layouts_fp16},
     {"agreement", test_agreement}, {"replicas, equal", test_replicas_equal}, {"attention window", test_attention_window},
+    {"import streams", test_import_streams},
     {NULL, NULL},
 };

@@ -171,7 +171,7 @@ static void *shards_save_thread(void *arg) {
 static void *shards_load_thread(void *arg) {
     ShardsRank *r = (ShardsRank *)arg;
     r->name[0] = 0;
-    if (!checkpoint_load(&r->peers, r->folder, "auto", &r->run->state, &r->run->tensors, r->name, sizeof r->name)) r->name[0] = 0;
+    if (!fake_load(r->run, &r->peers, r->folder, "auto", r->name, sizeof r->name)) r->name[0] = 0;
     return NULL;
 }
 
