@@ -193,7 +193,7 @@ static const ConfigKey config_keys[] = {
     USE("zero_optimization.stage3_model_persistence_threshold", KEY_INT, zero.model_persistence_threshold, "9223372036854775807", "0..", AUTO, "most elements of blocks that stay whole in this way, summed over the ranks"),
     USE("zero_optimization.stage3_max_live_parameters", KEY_INT, zero.max_live_parameters, "1000000000", "0..", AUTO, "gathered elements that may stay before they are released"),
     USE("zero_optimization.stage3_max_reuse_distance", KEY_INT, zero.max_reuse_distance, "1000000000", "0..", AUTO, "keep a gathered tensor if it is used again within this many elements"),
-    USE("zero_optimization.stage3_gather_16bit_weights_on_model_save", KEY_BOOL, zero.gather_16bit_weights_on_model_save, "false", "", AUTO, "gather whole 16-bit weights for an export"),
+    USE("zero_optimization.stage3_gather_16bit_weights_on_model_save", KEY_BOOL, zero.gather_16bit_weights_on_model_save, "false", "", AUTO, "the weights that the run ends with are gathered and written as a Hugging Face folder, <output_dir>/model-step-N; --export does that with any checkpoint, of any stage"),
     ALIAS("zero_optimization.stage3_gather_fp16_weights_on_model_save", "zero_optimization.stage3_gather_16bit_weights_on_model_save", EXCLUSIVE | SAY, "the old name"),
     ALIAS("zero_optimization.prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size", EXCLUSIVE, "without the prefix"),
     ALIAS("zero_optimization.param_persistence_threshold", "zero_optimization.stage3_param_persistence_threshold", EXCLUSIVE, "without the prefix"),

@@ -371,6 +371,30 @@ static void note_stragglers(void) {
 
 static bool due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
 
+// All ranks: the weights as a Hugging Face folder.
+static void export_model(Trainer *t, const char *dir) {
+    const ModelConfig *m = &t->model.c;
+    if (t->grid.rank > 0) { zero_serve(&t->zero); return; }
+    hf_export(dir, m, &t->model.table, t->model.dtype, trainer_weights_get, &t->zero);
+    zero_ask(ASK_DONE, 0, 0);
+    if (m->attention_window_size > 0 && m->attention_window_size < m->n_positions)
+        note("sequence_parallel.attention_window_size = %" PRId64 ": a GPT-2 folder cannot say this; whoever loads %s elsewhere lets each token see all before it, and gets other results for longer texts", m->attention_window_size, dir);
+    printf("exported to %s\n", dir);
+}
+
+// zero_optimization.stage3_gather_16bit_weights_on_model_save: the model that a run ends with, unless an earlier start has written it.
+static void export_last(Trainer *t) {
+    const ZeroConfig *zero = &t->cfg->zero;
+    char dir[CONFIG_PATH_MAX + 64];
+    if (zero->stage < 3 || !zero->gather_16bit_weights_on_model_save) return;
+    snprintf(dir, sizeof dir, "%s/model-step-%08" PRId64, t->cfg->run.output_dir, t->step);
+    double there = access(dir, F_OK) == 0;
+    comm_host_broadcast(&there, sizeof there, 0);
+    if (there > 0) return;
+    save_announce(t);
+    export_model(t, dir);
+}
+
 // --generate and --export: the newest checkpoint, else the model that the configuration starts from.
 static void run_reader(Trainer *t) {
     const Config *cfg = t->cfg;
@@ -379,14 +403,7 @@ static void run_reader(Trainer *t) {
             die_alike(EXIT_CHECKPOINT, "%s: there is no checkpoint in this run's folder and no train_gpt.model.init_from; train first, or name a model", cfg->generate ? "--generate" : "--export");
         trainer_init_weights(t);
     }
-    if (cfg->export_dir[0] && t->grid.rank > 0) zero_serve(&t->zero);
-    else if (cfg->export_dir[0]) {
-        hf_export(cfg->export_dir, &t->model.c, &t->model.table, t->model.dtype, trainer_weights_get, &t->zero);
-        zero_ask(ASK_DONE, 0, 0);
-        if (t->model.c.attention_window_size > 0 && t->model.c.attention_window_size < t->model.c.n_positions)
-            note("sequence_parallel.attention_window_size = %" PRId64 ": a GPT-2 folder cannot say this; whoever loads %s elsewhere lets each token see all before it, and gets other results for longer texts", t->model.c.attention_window_size, cfg->export_dir);
-        printf("exported to %s\n", cfg->export_dir);
-    }
+    if (cfg->export_dir[0]) export_model(t, cfg->export_dir);
     if (cfg->generate) generate_text(t, cfg->generate_prompt, cfg->run.sample_tokens > 0 ? cfg->run.sample_tokens : 256, (uint64_t)cfg->run.seed);
     if (fflush(stdout) != 0) die(EXIT_IO, "standard output: %s", strerror(errno));
 }

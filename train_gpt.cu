@@ -259,6 +259,7 @@ static void train(Trainer *t) {
     const SaveResult *last = &t->store->job.result;
     const bool saved = t->step == loaded_at || (last->durable && last->step == t->step);
     if (!saved && (stopped || run->checkpoint_at_end)) save(t, true);
+    if (!stopped) export_last(t);
     tell_memory(t);
     if (t->grid.rank > 0) return;
 

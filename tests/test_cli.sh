@@ -895,6 +895,56 @@ step-00000002 none Ignore
 END
 }
 
+# Where a run looks for a checkpoint when it is told: a folder of them, or one of them; what is not there ends it, and is named.
+row_load_path() {
+    run_expect 0 -c config.json run.checkpoint_every=4 run.output_dir=first || return
+    local form
+    for form in checkpoint.load_path=first/checkpoints "--load_dir first/checkpoints" checkpoint.load_path=first/checkpoints/step-00000012; do
+        rm -rf out_dir
+        run_expect 0 -c config.json run.steps=14 $form
+        prints "resumed from step-00000012"
+        expect "$form: it saves into its own folder" test -d out_dir/checkpoints/step-00000014 -a ! -e first/checkpoints/step-00000014
+    done
+    for form in checkpoint.load_path=first/checkpoints/step-00000004 "--load_dir first/checkpoints/step-00000004" "--load_dir first/checkpoints --load_tag step-00000004" "run.resume=step-00000004 checkpoint.load_path=first/checkpoints"; do
+        rm -rf out_dir
+        run_expect 0 -c config.json run.steps=5 $form
+        prints "resumed from step-00000004"
+    done
+    rm -rf out_dir
+    run_expect 66 -c config.json checkpoint.load_path=nowhere
+    says "checkpoint.load_path = nowhere: No such file or directory; name a folder with checkpoints"
+    mkdir empty
+    run_expect 66 -c config.json --load_dir empty
+    says "--load_dir = empty: there is no checkpoint in this folder"
+    run_expect 66 -c config.json --load_dir first/checkpoints --load_tag step-00000005
+    says "checkpoint first/checkpoints/step-00000005: is missing; there are: step-00000012, step-00000008, step-00000004"
+    printf x | dd of=first/checkpoints/step-00000012/shard-0.bin bs=1 seek=5000 conv=notrunc 2>/dev/null
+    run_expect 66 -c config.json --load_dir first/checkpoints --load_tag step-00000012
+    says "cannot be loaded: shard-0.bin: the checksum of bytes"
+    expect "nothing was trained" test "$(logged_steps out_dir/log.jsonl)" -eq 0
+}
+
+# stage3_gather_16bit_weights_on_model_save: the model at the end, whole, as --export writes it.
+row_gathered_model() {
+    need_mpirun || return
+    local ranks=(env ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun -n 2 "$binary" -c config.json zero_optimization.stage=3 bf16.enabled=true)
+    "${ranks[@]}" >out 2>err </dev/null
+    equal "exit code without it" $? 0
+    expect "no model" test -z "$(compgen -G 'out_dir/model*')"
+    rm -rf out_dir
+    "${ranks[@]}" zero_optimization.stage3_gather_16bit_weights_on_model_save=true >out 2>err </dev/null
+    equal "exit code" $? 0
+    prints "exported to out_dir/model-step-00000012"
+    run_expect 0 -c config.json bf16.enabled=true --export exported || return
+    expect "it is the last checkpoint's" diff -r exported out_dir/model-step-00000012
+    "${ranks[@]}" zero_optimization.stage3_gather_16bit_weights_on_model_save=true >out 2>err </dev/null
+    equal "exit code when it is there" $? 0
+    "${ranks[@]}" zero_optimization.stage3_gather_16bit_weights_on_model_save=true zero_optimization.stage=2 run.steps=13 >out 2>err </dev/null
+    equal "exit code of stage 2" $? 0
+    says "gather_16bit_weights_on_model_save"
+    expect "no model of stage 2" test ! -e out_dir/model-step-00000013
+}
+
 # zero_checkpoint false: one file, whoever owns what, and training goes on from it as from one of all ranks.
 row_zero_checkpoint_false() {
     need_mpirun || return
@@ -1084,6 +1134,15 @@ row_rank_that_does_not_come() {
     took=$((($(date +%s%N) - began) / 1000000))
     expect "the end comes after $took ms, and not before its time" test "$took" -gt 1500 -a "$took" -lt 15000
     says "all_reduce (place 0 in a group of 3) did not end within 1.5 s (zero_optimization.timeout)"
+}
+
+row_weights_that_differ_after_loading() {
+    need_mpirun || return
+    ASAN_OPTIONS=detect_leaks=0 timeout 60 mpirun -n 3 "$(dirname -- "$binary")/test_gpt" "hang/weights that differ after loading" >out 2>err </dev/null
+    equal "exit code" $? 76
+    says "error: step 0: the ranks hold different weights: "
+    says "differs on rank 2 from the other 2"
+    says_not "nobody noticed"
 }
 
 # Without MPI and NCCL ranks would train alone, all into the same folder.

@@ -491,6 +491,33 @@ static void test_golden_together(Test *t) { golden_together(t, "gpt2-tiny", 8, D
 static void test_golden_together_bf16(Test *t) { golden_together(t, "gpt2-tiny", 8, DTYPE_BF16, golden_bf16); }
 static void test_golden_odd_together(Test *t) { golden_together(t, "gpt2-odd", 9, DTYPE_FP32, golden_fp32); }
 
+// One rank's weights are others when a checkpoint has been loaded: all end, and it is named. In section "hang", as its rows end the job.
+static void test_differs_after_loading(Test *t) {
+    char folder[] = "test_gpt_XXXXXX"; // in the caller's folder: nobody here lives to remove it
+    if (test_world.rank == 0) CHECK(mkdtemp(folder), "mkdtemp: %s", strerror(errno));
+    comm_host_broadcast(folder, sizeof folder, 0);
+    Config *c = parallel_config(1);
+    Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
+    c->zero.stage = 0;
+    c->batch.train_micro_batch_size_per_gpu = PARALLEL_SAMPLES / test_world.world;
+    snprintf(c->run.resume, sizeof c->run.resume, "auto");
+    snprintf(c->checkpoint.save_dir, sizeof c->checkpoint.save_dir, "%s", folder);
+    trainer_init_core(trainer, c, test_grid(), true, c->batch.train_micro_batch_size_per_gpu);
+    trainer->metrics.log_fd = -1;
+    zero_init_weights(&trainer->zero, 7);
+    trainer->store = trainer_store(trainer, folder);
+    save(trainer, true);
+    CHECK(trainer_load(trainer), "nothing was loaded");
+    unsigned char *weight = (unsigned char *)trainer->zero.unit[1].param, bit;
+    device_copy(&bit, weight, 1, COPY_TO_HOST, trainer->stream);
+    stream_sync(trainer->stream);
+    bit ^= test_world.rank == test_world.world - 1;
+    device_copy(weight, &bit, 1, COPY_TO_DEVICE, trainer->stream);
+    stream_sync(trainer->stream);
+    trainer_verify_loaded(trainer);
+    expect_true(t, false, "nobody noticed that a rank has loaded other weights");
+}
+
 // ---------------------------------------------------------------------------------------------------------------
 // Import in little memory
 
