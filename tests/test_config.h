@@ -1281,7 +1281,7 @@ static void test_command_line(Test *t) {
         {"run.steps=five", "", 2, "command line: train_gpt.run.steps = \"five\": is a string, but this key takes a whole number"},
         {"steps", "", 2, "is neither an option nor an override"},
         {"--no-such-switch", "", 2, "--no-such-switch is no option"},
-        {"--plan", "", -1, "plan world=1 batch=4 memory=0; loaded"}, {"--inspect", "", 2, "takes a folder and stands alone"},
+        {"--plan", "", -1, "plan world=1 batch=4 memory=0; loaded"}, {"--inspect", "", 2, "takes a folder and stands alone"}, {"--inspect-config", "", 2, "train_gpt --inspect-config DIR"},
         {"-c|@/good.json|--plan|run.steps=6", "WORLD_SIZE=2|RANK=0", -1, "plan world=2 batch=8 memory=0; loaded world=2 steps=6"},
         {"-c|@/good.json|--plan|1,2,4|--device-memory|80", "", -1, "plan world=1 batch=8 memory=80; plan world=2 batch=8 memory=80; plan world=4 batch=8 memory=80; "},
         {"-c|@/good.json|--plan=1,3", "", -1, "3 ranks: @/good.json:1: train_batch_size = 8: cannot be divided"},

@@ -591,9 +591,12 @@ static void test_import_streams(Test *t) {
         Trainer *trainer = (Trainer *)host_alloc(sizeof(Trainer));
         trainer_init_core(trainer, c, grid_make(test_world.rank, layout[i]), false, 1);
         zero_init_weights(&trainer->zero, 1); // all that is kept has been touched
-        double measured = status_forget_most() && status_bytes("VmHWM") > 0;
+        double measured = !KERNELS_ON_GPU && status_forget_most() && status_bytes("VmHWM") > 0; // a GPU's driver takes what it likes
+#ifdef __SANITIZE_ADDRESS__
+        measured = 0; // it keeps memory that was freed
+#endif
         comm_host_all_reduce(&measured, 1, COMM_MIN);
-        if (measured == 0) test_skip(t, "this kernel does not tell the most memory of a part of a process");
+        if (measured == 0) test_skip(t, "neither this kernel nor a sanitized build tells the most memory that a part of a process has taken");
         const int64_t before = status_bytes("VmHWM"), model = 4 * table_param_count(&whole);
         trainer_init_weights(trainer);
         const int64_t more = status_bytes("VmHWM") - before;
