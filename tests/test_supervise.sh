@@ -238,7 +238,7 @@ row_refusals() {
 
 need_trainer() {
     if [ -z "$trainer" ]; then skip "no trainer is named"; return 1; fi
-    if ! ldd "$trainer" | grep -q libmpi || ! command -v mpirun >/dev/null; then skip "this build has no MPI"; return 1; fi
+    if [[ $(ldd "$trainer") != *libmpi* ]] || ! command -v mpirun >/dev/null; then skip "this build has no MPI"; return 1; fi
 }
 descendants() {
     local child
