@@ -265,6 +265,7 @@ static const KernelShape layernorm_shapes[] = {
     {.B = 1, .T = 1500, .C = 1032, .flags = RESIDUAL | BIAS},     // the same where warps share a row
     {.B = 3, .T = 40, .C = 3072, .flags = RESIDUAL | ALIAS},
     {.B = 1, .T = 300, .C = 4096, .flags = RESIDUAL},        // in 16 bits exactly 48 KB of rows in shared memory
+    {.B = 3, .T = 5, .C = 5120, .flags = RESIDUAL | BIAS},  // wider teams than one vector a thread makes
     {.B = 1, .T = 3, .C = 8208, .flags = RESIDUAL | BIAS},
     {.B = 2, .T = 9, .C = 211, .flags = RESIDUAL | ALIAS | BIAS | CPU_ONLY},
     {.B = 1, .T = 5, .C = 7, .flags = CPU_ONLY},

@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <float.h>
+#include <type_traits>
 
 #define cudaCheck(call) cuda_check((call), __FILE__, __LINE__)
 #define launch_check() cuda_check(cudaGetLastError(), __FILE__, __LINE__)
@@ -140,7 +141,14 @@ template <> __device__ inline __half from_float<__half>(float x) { return __floa
 // W neighbouring elements, moved by one instruction.
 template <typename T, int W> struct alignas(sizeof(T) * W) Vec {
     T v[W];
-    __device__ float at(int i) const { return to_float(v[i]); }
+    __device__ float at(int i) const {
+        if constexpr (std::is_same<T, __nv_bfloat16>::value && W % 2 == 0) { // of two neighbours in one register: an instruction each
+            uint32_t pair;
+            memcpy(&pair, v + i / 2 * 2, sizeof pair);
+            return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
+        }
+        return to_float(v[i]);
+    }
     __device__ void set(int i, float x) { v[i] = from_float<T>(x); }
 };
 
@@ -150,13 +158,16 @@ template <> struct Word<4> { using type = unsigned int; };
 template <> struct Word<8> { using type = uint2; };
 template <> struct Word<16> { using type = uint4; };
 
-template <int W, typename T> __device__ static inline Vec<T, W> vec_load(const T *p) {
+// Where not `valid`, zeros, and `p` is not read.
+template <int W, typename T> __device__ static inline Vec<T, W> vec_load_if(bool valid, const T *p) {
     using word = typename Word<(int)sizeof(T) * W>::type;
-    word bits = *reinterpret_cast<const word *>(p);
+    word bits = {};
+    if (valid) bits = *reinterpret_cast<const word *>(p);
     Vec<T, W> r;
     memcpy(&r, &bits, sizeof r);
     return r;
 }
+template <int W, typename T> __device__ static inline Vec<T, W> vec_load(const T *p) { return vec_load_if<W>(true, p); }
 template <int W, typename T> __device__ static inline void vec_store(T *p, Vec<T, W> x) {
     using word = typename Word<(int)sizeof(T) * W>::type;
     word bits;

@@ -104,123 +104,159 @@ void cuda::residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, 
 //
 // The rows that pass are also what the gradients of two biases add up, so it sums the columns of dresidual and dx where asked to.
 //
-// A team of threads (one warp, or several) goes over its rows. A thread owns the same columns in each, as VECTORS vectors
-// that lie a team apart, so its share of the sums stays in registers:
+// A team of threads (one warp, or several) goes over its rows, ROWS neighbours at a time. A thread owns the same columns in each, as
+// VECTORS vectors that lie a team apart, so its share of the sums stays in registers:
 //
 //     row      [ v v v ... v | v v v ... v | ... ]
 //     thread     0 1 2 ... t   0 1 2 ... t
 //
-// Rows come through shared memory by asynchronous copies, each thread's vectors by its own, ROWS_AHEAD rows before they are
+// Instructions are as scarce as memory's bandwidth: hence one vector a thread where the row is short enough, so that no threads idle and
+// what is computed in front of the team's sums stays in registers, and two rows that share the exchange of these sums.
+//
+// Rows come through shared memory by asynchronous copies, each thread's vectors by its own, STEPS_AHEAD times ROWS before they are
 // needed; so the memory is busy while a row's sums are exchanged, and no barrier guards the copies. At the end a block adds
 // its teams in order and writes one partial row, and columns_reduce adds the blocks in order.
 
-// A block has 256 threads, and 512 where a row has a thousand columns: at 768 the one is 5 % faster, from 1024 on the other.
-enum { TEAM_MAX = 512, BLOCK_THREADS = 256, BLOCK_THREADS_WIDE = 512, WIDE_COLUMNS = 1000, ROWS_AHEAD = 2 };
-// Columns of a thread. More would keep more of the row's sums within a warp, but leave too few threads on a processor.
-enum { OWN_COLUMNS = 16, OWN_COLUMNS_WIDE = 32 };
+enum { TEAM_MAX = 512, TEAM_WARPS_MAX = TEAM_MAX / 32, STEPS_AHEAD = 2 };
+// Columns of a thread: the fewest that a team of TEAM_MAX covers the row with.
+enum { OWN_COLUMNS = 8, OWN_COLUMNS_WIDE = 16, OWN_COLUMNS_MAX = 32 };
 // What is summed over the rows; the last two only where one of them is wanted.
 enum { SUM_DW, SUM_DB, SUM_DRESIDUAL, SUM_DX };
 
-// Sums of a and b over a team, in a fixed order, for all its threads. of_warp: [2][warps], of which `turn` is used now.
-__device__ static inline float2 team_sum(float a, float b, int team, int team_threads, float2 (*of_warp)[TEAM_MAX / 32], int turn) {
-    float2 sum = {warp_sum(a), warp_sum(b)};
-    if (team_threads == 32) return sum;
-    if (threadIdx.x % 32 == 0) of_warp[turn][threadIdx.x / 32] = sum;
-    asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "r"(team_threads) : "memory"); // barrier 0 is the block's
-    const int first = team * team_threads / 32;
-    sum = of_warp[turn][first];
-    for (int k = 1; k < team_threads / 32; k++) {
-        sum.x += of_warp[turn][first + k].x;
-        sum.y += of_warp[turn][first + k].y;
+// The sums of N values over a warp, N a power of two; lane l gets that of value l / (32 / N). At first lanes halve their values, then they add.
+template <int N> __device__ static inline float warp_sums(float (&v)[N]) {
+    int offset = 16;
+#pragma unroll
+    for (int half = N / 2; half > 0; half /= 2, offset /= 2) {
+        const bool upper = threadIdx.x & offset;
+#pragma unroll
+        for (int k = 0; k < half; k++) {
+            const float kept = upper ? v[k + half] : v[k], given = upper ? v[k] : v[k + half];
+            v[k] = kept + __shfl_xor_sync(0xffffffffu, given, offset);
+        }
     }
-    return sum;
+#pragma unroll
+    for (; offset > 0; offset /= 2) v[0] += __shfl_xor_sync(0xffffffffu, v[0], offset);
+    return v[0];
 }
 
-// The three rows that the gradient of a row needs; dresidual may be null.
-template <typename T> struct BackwardRow {
-    const T *dout, *x, *dresidual;
-};
+// The sums of N values over a team, in a fixed order, for all its threads. of_warp: a place for each warp of the block's teams, those of a team
+// filled up with zeros to fours. The next call needs another.
+template <int N> __device__ static inline void team_sums(float (&v)[N], int team, int team_threads, float4 (&of_warp)[N][TEAM_WARPS_MAX]) {
+    const int quads = (team_threads / 32 + 3) / 4, lane = threadIdx.x % 32;
+    const float sum = warp_sums(v);
+    if (lane % (32 / N) == 0) reinterpret_cast<float *>(of_warp[lane / (32 / N)] + team * quads)[threadIdx.x % team_threads / 32] = sum;
+    if (team_threads == 32) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "r"(team_threads) : "memory"); // barrier 0 is the block's
+#pragma unroll
+    for (int k = 0; k < N; k++) v[k] = 0;
+    for (int q = 0; q < quads; q++)
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const float4 four = of_warp[k][team * quads + q];
+            v[k] += (four.x + four.y) + (four.z + four.w);
+        }
+}
 
 // partial is (blocks, SUMS, C), SUMS 2 or 4. AHEAD: rows come through shared memory (W is 16 bytes), else straight from memory.
-// Shared memory: the rows of each team, [teams][ROWS_AHEAD][3][C] of T; in the end [teams][2][C] sums.
-template <typename T, int W, int VECTORS, int SUMS, bool AHEAD>
+// Shared memory: the rows of each team, [teams][STEPS_AHEAD][ROWS][3][C] of T; in the end [teams][2][C] sums.
+template <typename T, int W, int VECTORS, int ROWS, int SUMS, bool AHEAD>
 __global__ void __launch_bounds__(TEAM_MAX)
 layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, const T *w, const float *mean, const float *rstd, const T *dresidual,
-                          int64_t rows, int C, int team_threads) {
+                          int rows, int C, int team_threads) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
-    __shared__ float2 of_warp[2][TEAM_MAX / 32];
+    __shared__ float4 of_warp[2][2 * ROWS][TEAM_WARPS_MAX];
     const int team = threadIdx.x / team_threads, teams = blockDim.x / team_threads, rank = threadIdx.x % team_threads;
-    const int64_t step = (int64_t)gridDim.x * teams;
-    T *ring = reinterpret_cast<T *>(shared_bytes) + (int64_t)team * ROWS_AHEAD * 3 * C;
+    const int step = gridDim.x * teams * ROWS;
+    T *ring = reinterpret_cast<T *>(shared_bytes) + team * (STEPS_AHEAD * ROWS * 3 * C);
     float sum[SUMS][VECTORS][W] = {};
 
-    auto copy_ahead = [&](int64_t r, int place) {
-        for (int c = rank * W; c < C && r < rows; c += team_threads * W) {
-            T *to = ring + place * 3 * C + c;
-            copy_async_16(to, dout + r * C + c, true);
-            copy_async_16(to + C, x + r * C + c, true);
-            if (dresidual) copy_async_16(to + 2 * C, dresidual + r * C + c, true);
+    const float per_column = 1.0f / (float)C;
+    Vec<T, W> wv[VECTORS];
+#pragma unroll
+    for (int v = 0; v < VECTORS; v++) wv[v] = vec_load_if<W>((v * team_threads + rank) * W < C, w + (v * team_threads + rank) * W);
+    auto copy_ahead = [&](int first, T *to) {
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+            const int64_t row = (int64_t)(first + k) * C;
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++) {
+                const int c = (v * team_threads + rank) * W;
+                if (c >= C || first + k >= rows) continue;
+                copy_async_16(to + 3 * k * C + c, dout + row + c, true);
+                copy_async_16(to + (3 * k + 1) * C + c, x + row + c, true);
+                if (dresidual) copy_async_16(to + (3 * k + 2) * C + c, dresidual + row + c, true);
+            }
         }
         copy_async_group();
     };
-    int64_t r = (int64_t)blockIdx.x * teams + team;
+    float next_m[ROWS], next_s[ROWS];
+    auto load_statistics = [&](int first) { // zeros for rows that are none: they add nothing
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+            next_m[k] = first + k < rows ? mean[first + k] : 0;
+            next_s[k] = first + k < rows ? rstd[first + k] : 0;
+        }
+    };
+    for (int i = threadIdx.x; i < 2 * 2 * ROWS * TEAM_WARPS_MAX; i += blockDim.x) (&of_warp[0][0][0])[i] = {0, 0, 0, 0};
+    int r = ((int)blockIdx.x * teams + team) * ROWS;
     if constexpr (AHEAD)
-        for (int k = 0; k < ROWS_AHEAD; k++) copy_ahead(r + k * step, k);
-    float next_m = r < rows ? mean[r] : 0, next_s = r < rows ? rstd[r] : 0;
+        for (int k = 0; k < STEPS_AHEAD; k++) copy_ahead(r + k * step, ring + k * (ROWS * 3 * C));
+    load_statistics(r);
+    __syncthreads();
     for (int place = 0, turn = 0; r < rows; r += step, turn ^= 1) {
-        const float m = next_m, s = next_s;
-        if (r + step < rows) {
-            next_m = mean[r + step];
-            next_s = rstd[r + step];
-        }
-        BackwardRow<T> row = {dout + r * C, x + r * C, dresidual ? dresidual + r * C : NULL};
-        if constexpr (AHEAD) {
-            copy_async_wait_but<ROWS_AHEAD - 1>();
-            const T *here = ring + place * 3 * C;
-            row = {here, here + C, dresidual ? here + 2 * C : NULL};
-        }
-        float sum_g = 0, sum_gn = 0;
+        T *const here = ring + place * (ROWS * 3 * C);
+        if constexpr (AHEAD) copy_async_wait_but<STEPS_AHEAD - 1>();
+        float n[ROWS][VECTORS][W], g[ROWS][VECTORS][W], s[ROWS], sums_g[2 * ROWS] = {}; // of g and of g n
 #pragma unroll
-        for (int k = 0; k < VECTORS; k++) {
-            const int c = (k * team_threads + rank) * W;
-            if (c >= C) continue;
-            Vec<T, W> dv = vec_load<W>(row.dout + c), xv = vec_load<W>(row.x + c), wv = vec_load<W>(w + c);
+        for (int k = 0; k < ROWS; k++) {
+            const int64_t row = (int64_t)(r + k) * C;
+            const float ms = next_m[k] * next_s[k];
+            s[k] = next_s[k];
 #pragma unroll
-            for (int i = 0; i < W; i++) {
-                float d = dv.at(i), n = (xv.at(i) - m) * s, g = d * wv.at(i);
-                sum_g += g;
-                sum_gn += g * n;
-                sum[SUM_DW][k][i] += d * n;
-                sum[SUM_DB][k][i] += d;
-            }
-        }
-        const float2 sums = team_sum(sum_g, sum_gn, team, team_threads, of_warp, turn);
-        const float mean_g = sums.x / (float)C, mean_gn = sums.y / (float)C;
+            for (int v = 0; v < VECTORS; v++) {
+                const int c = (v * team_threads + rank) * W;
+                const bool inside = c < C && r + k < rows;
+                Vec<T, W> dv = vec_load_if<W>(inside, AHEAD ? here + 3 * k * C + c : dout + row + c);
+                Vec<T, W> xv = vec_load_if<W>(inside, AHEAD ? here + (3 * k + 1) * C + c : x + row + c);
 #pragma unroll
-        for (int k = 0; k < VECTORS; k++) {
-            const int c = (k * team_threads + rank) * W;
-            if (c >= C) continue;
-            Vec<T, W> dv = vec_load<W>(row.dout + c), xv = vec_load<W>(row.x + c), wv = vec_load<W>(w + c), y;
-            float base[W] = {};
-            if (row.dresidual) {
-                Vec<T, W> rv = vec_load<W>(row.dresidual + c);
-#pragma unroll
-                for (int i = 0; i < W; i++) base[i] = rv.at(i);
-            }
-#pragma unroll
-            for (int i = 0; i < W; i++) {
-                float n = (xv.at(i) - m) * s, d = base[i] + s * (dv.at(i) * wv.at(i) - mean_g - n * mean_gn);
-                y.set(i, d);
-                if constexpr (SUMS > 2) {
-                    sum[SUM_DRESIDUAL][k][i] += base[i];
-                    sum[SUM_DX][k][i] += d;
+                for (int i = 0; i < W; i++) {
+                    const float d = dv.at(i);
+                    n[k][v][i] = fmaf(xv.at(i), s[k], -ms);
+                    g[k][v][i] = d * wv[v].at(i);
+                    sums_g[2 * k] += g[k][v][i];
+                    sums_g[2 * k + 1] += g[k][v][i] * n[k][v][i];
+                    sum[SUM_DW][v][i] += d * n[k][v][i];
+                    sum[SUM_DB][v][i] += d;
                 }
             }
-            vec_store<W>(dx + r * C + c, y);
+        }
+        load_statistics(r + step);
+        team_sums(sums_g, team, team_threads, of_warp[turn]);
+#pragma unroll
+        for (int k = 0; k < ROWS; k++) {
+            const int64_t row = (int64_t)(r + k) * C;
+            const float of_one = -s[k] * sums_g[2 * k] * per_column, of_n = -s[k] * sums_g[2 * k + 1] * per_column;
+#pragma unroll
+            for (int v = 0; v < VECTORS; v++) {
+                const int c = (v * team_threads + rank) * W;
+                if (c >= C || r + k >= rows) continue;
+                Vec<T, W> rv = vec_load_if<W>(dresidual != NULL, AHEAD ? here + (3 * k + 2) * C + c : dresidual + row + c), y;
+#pragma unroll
+                for (int i = 0; i < W; i++) {
+                    const float base = rv.at(i), d = fmaf(g[k][v][i], s[k], fmaf(n[k][v][i], of_n, base + of_one));
+                    y.set(i, d);
+                    if constexpr (SUMS > 2) {
+                        sum[SUM_DRESIDUAL][v][i] += base;
+                        sum[SUM_DX][v][i] += d;
+                    }
+                }
+                vec_store<W>(dx + row + c, y);
+            }
         }
         if constexpr (AHEAD) {
-            copy_ahead(r + ROWS_AHEAD * step, place);
-            place = (place + 1) % ROWS_AHEAD;
+            copy_ahead(r + STEPS_AHEAD * step, here);
+            place = (place + 1) % STEPS_AHEAD;
         }
     }
     copy_async_wait_all();
@@ -229,13 +265,13 @@ layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, cons
     for (int first = 0; first < SUMS; first += 2) {
         __syncthreads(); // nobody needs what is there any more: the rows, or two other sums
 #pragma unroll
-        for (int k = 0; k < VECTORS; k++) {
-            const int c = (k * team_threads + rank) * W;
+        for (int v = 0; v < VECTORS; v++) {
+            const int c = (v * team_threads + rank) * W;
             if (c >= C) continue;
 #pragma unroll
             for (int i = 0; i < W; i++) {
-                sums[(team * 2) * C + c + i] = sum[first][k][i];
-                sums[(team * 2 + 1) * C + c + i] = sum[first + 1][k][i];
+                sums[(team * 2) * C + c + i] = sum[first][v][i];
+                sums[(team * 2 + 1) * C + c + i] = sum[first + 1][v][i];
             }
         }
         __syncthreads();
@@ -247,24 +283,34 @@ layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, cons
     }
 }
 
-// out: where each of the SUMS goes, those that are given.
-template <typename T, int W, int VECTORS, int SUMS>
+// out: where each of the SUMS goes, those that are given. OWN: columns of a thread.
+template <typename T, int W, int OWN, int ROWS, int SUMS>
 static void layernorm_backward_launch(T *dx, const Tensor (&out)[COLUMN_SUMS], const T *dout, const T *x, const T *w, const float *mean, const float *rstd,
                                       const T *dresidual, int64_t rows, int64_t C, bool accumulate, Stream stream) {
-    const int team_threads = (int)round_up(ceil_div(C, VECTORS * W), 32);
-    const int teams = max(1, (C < WIDE_COLUMNS ? BLOCK_THREADS : BLOCK_THREADS_WIDE) / team_threads), threads = teams * team_threads;
-    const int64_t ring = teams * ROWS_AHEAD * 3 * C * (int64_t)sizeof(T), sums = teams * 2 * C * (int64_t)sizeof(float);
+    const int64_t team_threads = round_up(ceil_div(C, OWN), 32), ring = STEPS_AHEAD * ROWS * 3 * C * (int64_t)sizeof(T); // of a team
+    const int64_t budget = shared_bytes_max() - 2 * 2 * ROWS * TEAM_WARPS_MAX * (int64_t)sizeof(float4);
     constexpr bool vectors = W == vec_width<T>();
-    const bool ahead = vectors && ring <= shared_bytes_max() - 1024;
-    const int64_t shared = ahead ? max_i64(ring, sums) : sums;
-    auto kernel = ahead ? layernorm_backward_kernel<T, W, VECTORS, SUMS, vectors> : layernorm_backward_kernel<T, W, VECTORS, SUMS, false>;
+    const bool ahead = vectors && ring <= budget;
+    const int64_t teams_fit = TEAM_MAX / team_threads, teams = ahead ? min_i64(teams_fit, budget / ring) : teams_fit, threads = teams * team_threads;
+    const int64_t shared = teams * max_i64(ahead ? ring : 0, 2 * C * (int64_t)sizeof(float));
+    auto kernel = ahead ? layernorm_backward_kernel<T, W, OWN / W, ROWS, SUMS, vectors> : layernorm_backward_kernel<T, W, OWN / W, ROWS, SUMS, false>;
     shared_bytes_allow(kernel, shared);
-    const int64_t at_once = min_i64(blocks_at_once(kernel, threads, shared), 4 * sm_count()); // scratch_bytes counts on 4
-    const int64_t blocks = max_i64(1, min_i64(ceil_div(rows, teams), at_once));
+    const int64_t at_once = min_i64(blocks_at_once(kernel, (int)threads, shared), 4 * sm_count()); // scratch_bytes counts on 4
+    const int64_t blocks = max_i64(1, min_i64(ceil_div(rows, teams * ROWS), at_once));
     float *partial = (float *)scratch_get(blocks * SUMS * C * (int64_t)sizeof(float), stream);
-    kernel<<<grid_blocks(blocks), threads, (size_t)shared, (cudaStream_t)stream>>>(dx, partial, dout, x, w, mean, rstd, dresidual, rows, (int)C, team_threads);
+    kernel<<<grid_blocks(blocks), (unsigned)threads, (size_t)shared, (cudaStream_t)stream>>>(dx, partial, dout, x, w, mean, rstd, dresidual, (int)rows, (int)C,
+                                                                                             (int)team_threads);
     launch_check();
     columns_reduce(out, SUMS, partial, (int)blocks, C, accumulate, (cudaStream_t)stream);
+}
+
+template <typename T, int W, int SUMS>
+static void layernorm_backward_by_width(T *dx, const Tensor (&out)[COLUMN_SUMS], const T *dout, const T *x, const T *w, const float *mean, const float *rstd,
+                                        const T *dresidual, int64_t rows, int64_t C, bool accumulate, Stream stream) {
+    auto launch = C <= TEAM_MAX * OWN_COLUMNS        ? layernorm_backward_launch<T, W, OWN_COLUMNS, 2, SUMS>
+                  : C <= TEAM_MAX * OWN_COLUMNS_WIDE ? layernorm_backward_launch<T, W, OWN_COLUMNS_WIDE, 1, SUMS>
+                                                     : layernorm_backward_launch<T, W, OWN_COLUMNS_MAX, 1, SUMS>;
+    launch(dx, out, dout, x, w, mean, rstd, dresidual, rows, C, accumulate, stream);
 }
 
 void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor sum_dresidual, Tensor sum_dx, Tensor dout, Tensor x, Tensor w, Tensor mean,
@@ -283,13 +329,13 @@ void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor sum_dresid
     if (sum_dx.data) check_weight_grad(name, "sum_dx", sum_dx, 1, C, x.dtype);
     CHECK(dresidual.data || !sum_dresidual.data, "layernorm_backward: the sum of a dresidual that is not given");
     const Tensor out[COLUMN_SUMS] = {dw, db, sum_dresidual, sum_dx};
-    const bool more = sum_dresidual.data || sum_dx.data, wide = C > TEAM_MAX * OWN_COLUMNS;
+    const bool more = sum_dresidual.data || sum_dx.data;
     const bool aligned = C * dtype_bytes(x.dtype) % 16 == 0 && is_aligned(dx.data, 16) && is_aligned(dout.data, 16) && is_aligned(x.data, 16) &&
                          is_aligned(w.data, 16) && is_aligned(dresidual.data, 16);
-    CHECK(C <= TEAM_MAX * OWN_COLUMNS_WIDE, "layernorm_backward: %" PRId64 " channels, of at most %d", C, TEAM_MAX * OWN_COLUMNS_WIDE);
+    CHECK(C <= TEAM_MAX * OWN_COLUMNS_MAX, "layernorm_backward: %" PRId64 " channels, of at most %d", C, TEAM_MAX * OWN_COLUMNS_MAX);
+    CHECK(rows <= 1 << 30, "layernorm_backward: %" PRId64 " rows, of at most %d", rows, 1 << 30); // numbers of rows are ints, STEPS_AHEAD beyond the end too
     FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(), {
-        auto launch = wide ? (more ? layernorm_backward_launch<floatX, W, OWN_COLUMNS_WIDE / W, 4> : layernorm_backward_launch<floatX, W, OWN_COLUMNS_WIDE / W, 2>)
-                           : (more ? layernorm_backward_launch<floatX, W, OWN_COLUMNS / W, 4> : layernorm_backward_launch<floatX, W, OWN_COLUMNS / W, 2>);
+        auto launch = more ? layernorm_backward_by_width<floatX, W, 4> : layernorm_backward_by_width<floatX, W, 2>;
         launch(elements<floatX>(dx), out, elements<const floatX>(dout), elements<const floatX>(x), elements<const floatX>(w), elements<const float>(mean),
                elements<const float>(rstd), elements<const floatX>(dresidual), rows, C, accumulate, stream);
     }));
