@@ -374,5 +374,6 @@ static void trainer_free(Trainer *t) {
     free(t->train_uses);
     free(t->eval_uses);
     groups_free(&t->groups);
+    scratch_release(t->stream);
     stream_destroy(t->stream);
 }

@@ -164,3 +164,6 @@ int64_t scratch_bytes(int64_t rows, int64_t C, int64_t B, int64_t T, int64_t NH,
 
 // Takes that much scratch now, so that it does not grow later: to give back the smaller piece would wait for the whole device.
 void scratch_reserve(int64_t bytes, Stream stream);
+
+// Gives a stream's scratch back, before the stream is destroyed. Nothing that uses it may still be under way.
+void scratch_release(Stream stream);

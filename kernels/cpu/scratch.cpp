@@ -3,3 +3,4 @@
 
 int64_t cpu::scratch_bytes(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) { return 0; }
 void cpu::scratch_reserve(int64_t, Stream) {}
+void cpu::scratch_release(Stream) {}

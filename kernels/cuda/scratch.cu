@@ -36,12 +36,21 @@ int64_t cuda::scratch_bytes(int64_t rows, int64_t C, int64_t B, int64_t T, int64
 
 void cuda::scratch_reserve(int64_t bytes, Stream stream) { scratch_get(bytes, stream); }
 
+void cuda::scratch_release(Stream stream) {
+    for (int i = 0; i < n_scratch; i++)
+        if (scratch[i].stream == stream) {
+            device_free(scratch[i].data);
+            scratch[i] = scratch[--n_scratch];
+            return;
+        }
+}
+
 void *scratch_get(int64_t bytes, Stream stream) {
     CHECK(stream, "null stream");
     Scratch *s = NULL;
     for (int i = 0; i < n_scratch; i++) if (scratch[i].stream == stream) s = &scratch[i];
     if (!s) {
-        if (n_scratch == SCRATCH_MAX) { // entries of destroyed streams; the rest come back when they are asked for
+        if (n_scratch == SCRATCH_MAX) { // most are of streams that were destroyed; the rest come back when they are asked for
             cudaCheck(cudaDeviceSynchronize());
             for (int i = 0; i < n_scratch; i++) device_free(scratch[i].data);
             n_scratch = 0;

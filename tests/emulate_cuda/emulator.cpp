@@ -341,3 +341,4 @@ void cuda::attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, 
 }
 int64_t cuda::scratch_bytes(int64_t rows, int64_t C, int64_t B, int64_t T, int64_t NH, int64_t HS) { return cpu::scratch_bytes(rows, C, B, T, NH, HS); }
 void cuda::scratch_reserve(int64_t, Stream) {}
+void cuda::scratch_release(Stream) {}
