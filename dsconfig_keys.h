@@ -426,7 +426,7 @@ static const ConfigKey config_keys[] = {
     USE("train_gpt.run.matmul_cache", KEY_TEXT, run.matmul_cache, "auto", "", WORD_AUTO, "file that keeps what the search finds for later runs: auto (train_gpt/products in $XDG_CACHE_HOME or ~/.cache), none, or a path"),
     USE("train_gpt.run.cuda_graphs", KEY_BOOL, run.cuda_graphs, "true", "", 0, "launch the kernels of a unit as one graph, with tensor and sequence degree 1; results are the same to the bit"),
     USE("train_gpt.run.tensor_parallel_pieces", KEY_INT, run.tensor_parallel_pieces, "1", "1..16", 0, "rows travel between tensor-parallel ranks in so many pieces, beside the products; 1 = nothing overlaps (docs/parallelism.md)"),
-    USE("train_gpt.run.gelu_apart", KEY_BOOL, run.gelu_apart, "", "", 0, "GELU of the rounded values, as a kernel of its own computes it, instead of what its product makes of the sums (up to n_embd 1024 on compute capability 9.0 the same); default true with activation_checkpointing.policy gelu, else false"),
+    USE("train_gpt.run.gelu_apart", KEY_BOOL, run.gelu_apart, "", "", 0, "GELU of the rounded values, as a kernel of its own computes it, instead of what its product makes of the sums (on compute capability 9.0 the product rounds first in any case); default true with activation_checkpointing.policy gelu, else false"),
     USE("train_gpt.run.seed", KEY_INT, run.seed, "1337", "0..", 0, "of weights, order and samples"),
     USE("train_gpt.run.output_dir", KEY_TEXT, run.output_dir, "out", "", 0, "folder of log.jsonl and checkpoints"),
     USE("train_gpt.run.eval_every", KEY_INT, run.eval_every, "", "0..", 0, "updates between evaluations; 0 = never; default 100 when data.val is given"),

@@ -450,7 +450,7 @@ static const KernelShape linear_shapes[] = {
 static const Kernel kernel_linear_forward = {"linear_forward", setup_linear_forward, reference_linear_forward, call_linear_forward, linear_shapes};
 static const KernelShape linear_gelu_shapes[] = {
     {.B = 1, .T = 64, .C = 192, .OC = 256, .flags = BIAS | PRE_GELU},
-    {.B = 1, .T = 300, .C = 1288, .OC = 264, .flags = BIAS | PRE_GELU}, // deeper than what linear_forward leaves to the kernels of compute capability 9.0
+    {.B = 1, .T = 300, .C = 1288, .OC = 264, .flags = BIAS | PRE_GELU},
     {.B = 1, .T = 4099, .C = 16, .OC = 1032, .flags = PRE_GELU},
     {.B = 1, .T = 7, .C = 13, .OC = 5, .flags = BIAS | PRE_GELU | CPU_ONLY},
     {0},

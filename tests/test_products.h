@@ -278,18 +278,18 @@ static void test_products_path(Test *t) {
     folder_remove(&folder);
 }
 
-// On a GPU: the product with the search off, with it, and with the algorithm that the file then holds has the same bits. The address of the
-// result makes each of them a kind of product of its own, since plans are kept for the whole program.
-static void test_products_search(Test *t) {
-    if (!KERNELS_ON_GPU) { test_skip(t, "the CPU has no algorithms to choose from"); return; }
+// On a GPU: the product with the search off, with it, and with the algorithm that the file then holds has the same bits; by itself, and with the
+// bias and the residual that make it one of our own. The address of the result makes each of them a kind of product of its own, since
+// plans are kept for the whole program.
+static void products_search(Test *t, bool finish) {
     enum { ROWS = 2048, C = 1024, OC = 3072, ALIGN_C = 11, ALIGN_D = 12 };
-    const int64_t n[2] = {ROWS * C, OC * C};
+    const int64_t n[4] = {ROWS * C, OC * C, OC, ROWS * OC};
     TestFolder folder = folder_make();
     char path[1024];
     folder_file(&folder, path, "products");
     Stream s = stream_create();
-    void *operand[2];
-    for (int k = 0; k < 2; k++) {
+    void *operand[4];
+    for (int k = 0; k < 4; k++) {
         uint16_t *host = (uint16_t *)host_alloc((size_t)n[k] * 2);
         for (int64_t i = 0; i < n[k]; i++) host[i] = float_to_bf16((float)rng_normal(3, (uint64_t)k, (uint64_t)i));
         operand[k] = device_malloc(n[k] * 2);
@@ -309,14 +309,15 @@ static void test_products_search(Test *t) {
             if (c->n != 1) break;
             ProductLine l = c->line[0];
             expect_equal_i64(t, "alignment in the key", l.key[ALIGN_D], 128);
-            l.key[ALIGN_C] = l.key[ALIGN_D] = 64;
+            l.key[ALIGN_D] = 64;
+            if (!finish) l.key[ALIGN_C] = 64; // where there is no C it is D's
             c->machine = l.machine;
             product_cache_store(c, l.key, l.algo);
             stat(path, &before);
         }
         matmul_search(run > 0, run > 0 ? path : "");
         linear_forward(tensor2(out + shift[run], DTYPE_BF16, ROWS, OC), tensor2(operand[0], DTYPE_BF16, ROWS, C), tensor2(operand[1], DTYPE_BF16, OC, C),
-                       tensor_none(), tensor_none(), tensor_none(), s); // a bias may make it a product of our own
+                       finish ? tensor1(operand[2], DTYPE_BF16, OC) : tensor_none(), finish ? tensor2(operand[3], DTYPE_BF16, ROWS, OC) : tensor_none(), tensor_none(), s);
         got[run] = (char *)host_alloc((size_t)bytes);
         device_copy(got[run], out + shift[run], bytes, COPY_TO_HOST, s);
         stream_sync(s);
@@ -325,12 +326,18 @@ static void test_products_search(Test *t) {
     stat(path, &after);
     expect_true(t, before.st_ino == after.st_ino && before.st_mtim.tv_nsec == after.st_mtim.tv_nsec, "the last was searched for, though the file has it");
     matmul_search(true, "");
-    for (int k = 0; k < 2; k++) device_free(operand[k]);
+    for (int k = 0; k < 4; k++) device_free(operand[k]);
     for (int k = 0; k < 3; k++) free(got[k]);
     device_free(out);
     products_close(c);
     stream_destroy(s);
     folder_remove(&folder);
+}
+
+static void test_products_search(Test *t) {
+    if (!KERNELS_ON_GPU) { test_skip(t, "the CPU has no algorithms to choose from"); return; }
+    products_search(t, false);
+    products_search(t, true);
 }
 
 static const TestRow product_tests[] = {

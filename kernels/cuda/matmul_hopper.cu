@@ -1,9 +1,9 @@
-// matmul_hopper.cu - products of the linear layer for compute capability 9.0 that finish their result themselves: bias, GELU with its input
+// matmul_hopper.cu - products of the linear layer for compute capability 9.0 that finish their result themselves: bias, residual, GELU with its input
 // kept, or GELU' with the sums of columns. On the pieces of hopper.cuh; two consumers by turns as in CUTLASS ("ping-pong").
 //
 //     D (M,N) = finish(A (M,K) B),      A row-major; B stored (N,K), as a weight in forward, or (K,N), as it is in backward
 //
-// cuBLASLt's products alone are as fast, but its epilogues cost up to half as much again, since the tensor cores wait for them
+// cuBLASLt's products alone are about as fast, but its epilogues cost up to half as much again, since the tensor cores wait for them
 // (docs/benchmarks.md). Here a block has two consumer warpgroups with a tile of 128 x 128 each, and while one finishes its tile the other
 // multiplies:
 //
@@ -35,8 +35,9 @@ struct alignas(1024) MatmulShared {
 
 struct MatmulShape {
     int M, N;
-    int steps;           // of k
-    int n_tiles, pairs;  // tiles of a row of tiles; pairs of tiles of all
+    int steps;          // of k
+    int m_pairs, band;  // pairs of tiles that lie one below the other, and how many of them are made side by side
+    int n_tiles, pairs; // tiles of a row of tiles; pairs of tiles of all
 };
 
 #ifdef HOPPER_CODE
@@ -67,12 +68,22 @@ __device__ static inline void tile_fetch_for(void *dst, const CUtensorMap *map, 
 // ---------------------------------------------------------------------------------------------------------------
 // The producer
 
+// Where this block's tile of a pair lies, in tiles. Pairs follow each other down a band, and then to the right.
+struct TilePlace {
+    int row, column;
+};
+__device__ static inline TilePlace tile_place(int pair, MatmulShape shape, int rank) {
+    const int first = pair / (shape.band * shape.n_tiles) * shape.band, in_band = pair - first * shape.n_tiles, rows = min(shape.band, shape.m_pairs - first);
+    return {(first + in_band % rows) * CLUSTER + rank, in_band / rows};
+}
+
 template <bool B_ROWS_ARE_K>
 __device__ static inline void matmul_produce(MatmulShared &sh, const CUtensorMap *map_a, const CUtensorMap *map_b, MatmulShape shape, int cluster, int clusters) {
     const int rank = (int)cluster_rank();
     Ring at = {0, 0};
     for (int pair = cluster; pair < shape.pairs; pair += clusters) {
-        const int m0 = (pair / shape.n_tiles * CLUSTER + rank) * TILE_M, n0 = pair % shape.n_tiles * TILE_N;
+        const TilePlace place = tile_place(pair, shape, rank);
+        const int m0 = place.row * TILE_M, n0 = place.column * TILE_N;
         for (int k = 0; k < shape.steps; k++) {
             uint64_t *full = &sh.full[at.stage];
             barrier_wait(&sh.empty[at.stage], at.parity ^ 1);
@@ -102,8 +113,11 @@ template <typename T> __device__ static inline float2 unpack2(uint32_t two) {
     return make_float2(to_float(v[0]), to_float(v[1]));
 }
 
-// Turns the sums d of 64 rows into elements, in the shared memory of this half. `pre`: where GELU's input goes (MATMUL_GELU), or where it is, and
-// where the result goes as well (MATMUL_GELU_BACKWARD).
+// Whether the finish reads another matrix, into the memory that the result then takes.
+__device__ static constexpr bool finish_reads(MatmulFinish finish) { return finish == MATMUL_GELU_BACKWARD || finish == MATMUL_RESIDUAL; }
+
+// Turns the sums d of 64 rows into elements, in the shared memory of this half. `pre`: where GELU's input goes (MATMUL_GELU), or where what is read
+// lies and the result goes as well.
 template <typename T, MatmulFinish FINISH>
 __device__ static inline void finish_half(const float (&d)[TILE_N / 2], const uint32_t (&bias)[TILE_N / 8], float (&sums)[TILE_N / 4], char *out, char *pre,
                                           int warp, int lane) {
@@ -112,10 +126,15 @@ __device__ static inline void finish_half(const float (&d)[TILE_N / 2], const ui
         const int at = n / 8 * HALF_PANEL;
         const int row = 16 * warp + (lane & 15), piece = (n & 7) + (lane >> 4);
         uint32_t r[4], x[4];
-        if (FINISH == MATMUL_GELU_BACKWARD) ldmatrix_x4(x, panel_piece(pre + at, row, piece));
+        if (finish_reads(FINISH)) ldmatrix_x4(x, panel_piece(pre + at, row, piece));
 #pragma unroll
         for (int i = 0; i < 4; i++) { // blocks of 8 x 8: rows g and g + 8 of columns 8 n, then of columns 8 (n + 1)
             float2 v = make_float2(d[4 * n + 2 * i], d[4 * n + 2 * i + 1]);
+            if (FINISH == MATMUL_RESIDUAL) {
+                const float2 p = unpack2<T>(x[i]);
+                v.x += p.x;
+                v.y += p.y;
+            }
             if (FINISH == MATMUL_GELU_BACKWARD) {
                 const float2 p = unpack2<T>(x[i]);
                 v.x *= gelu_slope(p.x);
@@ -181,7 +200,8 @@ __device__ static inline void matmul_consume(MatmulShared &sh, const CUtensorMap
     int own = 0; // tiles of this consumer so far
     if (group == 1) named_arrive(TURN, CONSUMERS * WARPGROUP); // consumer 0 begins
     for (int pair = cluster + group * clusters; pair < shape.pairs; pair += CONSUMERS * clusters, own++) {
-        const int row = pair / shape.n_tiles * CLUSTER + rank, m0 = row * TILE_M, n0 = pair % shape.n_tiles * TILE_N;
+        const TilePlace place = tile_place(pair, shape, rank);
+        const int m0 = place.row * TILE_M, n0 = place.column * TILE_N;
         const int64_t before = (int64_t)(CONSUMERS * own + group) * shape.steps; // the tiles between are the other consumer's
         Ring at = {(int)(before % STAGES), (uint32_t)(before / STAGES) & 1};
         float d0[TILE_N / 2], d1[TILE_N / 2];
@@ -207,7 +227,7 @@ __device__ static inline void matmul_consume(MatmulShared &sh, const CUtensorMap
             last = at.stage;
             ring_next<STAGES>(at);
             // By now the results of the tile before have left shared memory, and its place can be filled.
-            if (FINISH == MATMUL_GELU_BACKWARD && thread == 0 && k == min(2, shape.steps - 1)) {
+            if (finish_reads(FINISH) && thread == 0 && k == min(2, shape.steps - 1)) {
                 store_wait_read<0>();
                 barrier_arrive_expect(&sh.pre_full[group], 2 * HALF_BYTES);
                 for (int h = 0; h < 2; h++)
@@ -231,7 +251,7 @@ __device__ static inline void matmul_consume(MatmulShared &sh, const CUtensorMap
             }
         }
         char *const half0 = sh.half[group][0], *const half1 = sh.half[group][1];
-        if (FINISH == MATMUL_GELU_BACKWARD) {
+        if (finish_reads(FINISH)) {
             barrier_wait(&sh.pre_full[group], (uint32_t)own & 1);
         } else {
             if (thread == 0) store_wait_read<0>();
@@ -254,7 +274,7 @@ __device__ static inline void matmul_consume(MatmulShared &sh, const CUtensorMap
                 store_commit();
             }
         }
-        if (FINISH == MATMUL_GELU_BACKWARD && partial != NULL) store_sums(sh, sums, partial + (int64_t)row * shape.N, group, warp, lane, thread, n0, shape.N);
+        if (FINISH == MATMUL_GELU_BACKWARD && partial != NULL) store_sums(sh, sums, partial + (int64_t)place.row * shape.N, group, warp, lane, thread, n0, shape.N);
     }
     if (thread == 0) store_wait_read<0>(); // shared memory must outlive the copies
 }
@@ -308,6 +328,13 @@ bool matmul_hopper_fits(DType dtype, int64_t M, int64_t N, int64_t K) {
 
 int64_t matmul_hopper_partials(int64_t M) { return CLUSTER * ceil_div(M, CLUSTER * TILE_M); }
 
+// A weight that fits into half of the L2 cache stays there while the rows of A pass by once, and tiles are made row by row. Of a larger one
+// as many clusters as there are would read all columns at once; in bands they need fewer rows and columns together.
+static int band_rows(int64_t weight_bytes) {
+    enum { BAND = 4 };
+    return weight_bytes > 24 << 20 ? BAND : 1;
+}
+
 // The matrix as the copy engine sees it, and boxes of 64 columns and `rows` rows.
 static CUtensorMap matrix_map(Tensor t, int64_t rows, int64_t columns, int box_rows) {
     return tensor_map_make(t, 0, {columns, rows, 1, 1}, {columns, rows * columns, rows * columns}, {PANEL_COLUMNS, box_rows, 1, 1});
@@ -315,7 +342,8 @@ static CUtensorMap matrix_map(Tensor t, int64_t rows, int64_t columns, int box_r
 
 template <typename T, bool B_ROWS_ARE_K, MatmulFinish FINISH>
 static void launch(Tensor out, Tensor a, Tensor b, Tensor bias, Tensor pre, float *partial, int64_t M, int64_t N, int64_t K, Stream stream) {
-    const MatmulShape shape = {(int)M, (int)N, (int)ceil_div(K, TILE_K), (int)ceil_div(N, TILE_N), (int)(ceil_div(M, CLUSTER * TILE_M) * ceil_div(N, TILE_N))};
+    const int64_t m_pairs = ceil_div(M, CLUSTER * TILE_M), n_tiles = ceil_div(N, TILE_N);
+    const MatmulShape shape = {(int)M, (int)N, (int)ceil_div(K, TILE_K), (int)m_pairs, band_rows(N * K * 2), (int)n_tiles, (int)(m_pairs * n_tiles)};
     const CUtensorMap map_a = matrix_map(a, M, K, TILE_M), map_out = matrix_map(out, M, N, HALF_ROWS);
     const CUtensorMap map_b = B_ROWS_ARE_K ? matrix_map(b, K, N, TILE_K) : matrix_map(b, N, K, TILE_N / 2);
     const CUtensorMap map_pre = pre.data ? matrix_map(pre, M, N, HALF_ROWS) : map_out;
@@ -331,6 +359,7 @@ static void launch_finish(MatmulFinish finish, Tensor out, Tensor a, Tensor b, b
                           int64_t K, Stream stream) {
     if (finish == MATMUL_GELU_BACKWARD) launch<T, true, MATMUL_GELU_BACKWARD>(out, a, b, bias, pre, partial, M, N, K, stream);
     else if (finish == MATMUL_GELU) launch<T, false, MATMUL_GELU>(out, a, b, bias, pre, partial, M, N, K, stream);
+    else if (finish == MATMUL_RESIDUAL) launch<T, false, MATMUL_RESIDUAL>(out, a, b, bias, pre, partial, M, N, K, stream);
     else if (b_rows_are_k) launch<T, true, MATMUL_BIAS>(out, a, b, bias, pre, partial, M, N, K, stream);
     else launch<T, false, MATMUL_BIAS>(out, a, b, bias, pre, partial, M, N, K, stream);
 }
