@@ -221,9 +221,9 @@ layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, cons
                 Vec<T, W> xv = vec_load_if<W>(inside, AHEAD ? here + (3 * k + 1) * C + c : x + row + c);
 #pragma unroll
                 for (int i = 0; i < W; i++) {
-                    const float d = dv.at(i);
-                    n[k][v][i] = fmaf(xv.at(i), s[k], -ms);
-                    g[k][v][i] = d * wv[v].at(i);
+                    const float d = dv.unpacked(i);
+                    n[k][v][i] = fmaf(xv.unpacked(i), s[k], -ms);
+                    g[k][v][i] = d * wv[v].unpacked(i);
                     sums_g[2 * k] += g[k][v][i];
                     sums_g[2 * k + 1] += g[k][v][i] * n[k][v][i];
                     sum[SUM_DW][v][i] += d * n[k][v][i];
@@ -244,7 +244,7 @@ layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, cons
                 Vec<T, W> rv = vec_load_if<W>(dresidual != NULL, AHEAD ? here + (3 * k + 2) * C + c : dresidual + row + c), y;
 #pragma unroll
                 for (int i = 0; i < W; i++) {
-                    const float base = rv.at(i), d = fmaf(g[k][v][i], s[k], fmaf(n[k][v][i], of_n, base + of_one));
+                    const float base = rv.unpacked(i), d = fmaf(g[k][v][i], s[k], fmaf(n[k][v][i], of_n, base + of_one));
                     y.set(i, d);
                     if constexpr (SUMS > 2) {
                         sum[SUM_DRESIDUAL][v][i] += base;
