@@ -7,6 +7,7 @@
 # make teeth          planted bugs, each of which the tests must notice
 # make emulate        the memory-bound CUDA kernels, thread by thread on the CPU, under the sanitizers (needs no GPU, no CUDA)
 # make fuzz           every parser under libFuzzer, FUZZ_SECONDS=30 each (needs clang)
+# make nightly        kills before each call of a save, and 1,200 at random instants, each resumed: hours (needs strace)
 # make sbom           writes which libraries the binary links, and their versions (CycloneDX), into the build folder
 # make install-deps   installs what the targets above need (Debian, Ubuntu)
 # make clean
@@ -214,6 +215,11 @@ fuzz:
 	@scripts/setup.sh g++ clang
 	@scripts/fuzz.sh $(FUZZ_SECONDS)
 
+nightly: binaries
+	@scripts/setup.sh g++ mpicc strace
+	@scripts/checkpoint_crash.sh $(BUILD)/train_gpt all
+	@scripts/checkpoint_crash.sh $(BUILD)/train_gpt long
+
 sbom: binaries
 	@scripts/setup.sh python3 readelf
 	@CXX="$(CXX)" MPICC="$(MPICC)" scripts/sbom.py $(BUILD)/train_gpt >$(BUILD)/sbom.json && echo "wrote $(BUILD)/sbom.json"
@@ -225,6 +231,6 @@ clean:
 	rm -rf build train_gpt test_gpt
 
 -include $(wildcard $(BUILD)/*.d)
-.PHONY: emulate ranks-debug teeth all binaries quickstart test sanitize sanitize-run check sbom fuzz install-deps clean FORCE
+.PHONY: emulate ranks-debug teeth all binaries quickstart test sanitize sanitize-run check nightly sbom fuzz install-deps clean FORCE
 # A recipe that failed half-way leaves no target that looks finished.
 .DELETE_ON_ERROR:
