@@ -516,6 +516,8 @@ static void test_differs_after_loading(Test *t) {
     expect_true(t, false, "nobody noticed that a rank has loaded other weights");
 }
 
+static const TestRow differs_tests[] = {{"weights that differ after loading", test_differs_after_loading}, {NULL, NULL}};
+
 // ---------------------------------------------------------------------------------------------------------------
 // Import in little memory
 
