@@ -149,6 +149,20 @@ checkpoints=$(setting checkpoint.save_dir)
 trap stop TERM INT HUP USR2
 trap 'hand_on USR1' USR1
 
+# Takes out of the command what says where the run begins, so that it can be said anew.
+drop_beginning() {
+    local word kept=() value_follows=0
+    for word in "${command[@]}"; do
+        if [ "$value_follows" -eq 1 ]; then value_follows=0; continue; fi
+        case $word in
+            --load_dir | --load_tag) value_follows=1 ;;
+            --load_dir=* | --load_tag=*) ;;
+            *) kept+=("$word") ;;
+        esac
+    done
+    command=("${kept[@]}")
+}
+
 first=$(newest_checkpoint)
 before=$first
 in_vain=0 # restarts since the last new checkpoint
@@ -168,6 +182,9 @@ while :; do
     fi
     in_vain=$((in_vain + 1))
     # Before its first checkpoint the run begins as it was told to begin; afterwards it goes on from its own, wherever it began.
-    [ "$newest" = "$first" ] || resume=(run.resume=auto --load_dir "$checkpoints" --load_tag auto)
+    if [ "$newest" != "$first" ]; then
+        resume=(run.resume=auto --load_dir "$checkpoints" --load_tag auto)
+        drop_beginning
+    fi
     say "code $code ($what); restart $in_vain of at most $restarts without a new checkpoint${newest:+, the newest is ${newest##*/}}"
 done

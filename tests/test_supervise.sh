@@ -117,6 +117,18 @@ row_checkpoints_of_an_earlier_run() {
 -c config.json run.resume=auto --load_dir out/checkpoints --load_tag auto"
 }
 
+# The command's own beginning counts until the run has a checkpoint.
+row_command_with_a_beginning() {
+    plan "exit 75" "save 5 exit 75" "exit 0"
+    write_standin standin
+    rm -f starts
+    timeout 60 "$supervise" ./standin --load_tag step-00000004 -c config.json --load_dir=elsewhere >out.txt 2>err </dev/null
+    equal "exit code" $? 0
+    equal "starts" "$(cat starts)" "--load_tag step-00000004 -c config.json --load_dir=elsewhere
+--load_tag step-00000004 -c config.json --load_dir=elsewhere
+-c config.json run.resume=auto --load_dir out/checkpoints --load_tag auto"
+}
+
 row_gives_up() {
     plan "exit 75" "exit 75" "exit 75" "exit 75" "exit 0"
     supervised 75
