@@ -54,7 +54,7 @@ static void checkpoint_space_note(CheckpointStore *s, const CheckpointTensors *t
     int64_t more = max_i64(1, kept - l.n + 1); // one more than are kept exists while it is being written
     double needed = (double)(more - 1) * (double)bytes + (double)checkpoint_room(t, s->peers.world);
     if (needed > (double)free_bytes)
-        note("checkpoint.save_dir %s: a checkpoint takes %.1f MB, and %" PRId64 " more of them will be written before one goes, which with a reserve needs %.1f MB, but only %.1f MB are free: saves will fail then, and training will go on without them",
+        note("checkpoint.save_dir %s: a checkpoint takes %.1f MB, and %" PRId64 " more of them will be written before one goes, which with a reserve needs %.1f MB, but only %.1f MB are free: saves will fail then, and the third in a row ends the run",
              text_escape(shown, sizeof shown, s->path, strlen(s->path)), (double)bytes / 1e6, more, needed / 1e6, (double)free_bytes / 1e6);
     free(l.step);
 }

@@ -120,7 +120,7 @@ static void config_print_usage(FILE *out) {
             "  --load_tag TAG           one checkpoint of it instead of the newest\n"
             "  --flight DIR             print the flight recorders that a run of several ranks left in OUTPUT_DIR/flight\n"
             "  --inspect DIR            print what a checkpoint holds, or each of a folder, and verify all checksums\n"
-            "  --inspect-config DIR     print the configuration that wrote a checkpoint, or the newest of a folder, as a file for -c\n"
+            "  --inspect-config DIR     print the configuration that wrote a checkpoint, or the newest of a folder, as a file for -c on as many ranks\n"
             "  --local_rank N           set by launchers\n"
             "  --help, --version\n\n"
             "Exit codes: 0 done, 2 configuration refused, 65 data, 66 checkpoint, 70 a bug here, 73 and 74 files, 75 a rank was lost, 76 numerics.\n");

@@ -243,6 +243,10 @@ static void config_resolve_parallel(ConfigReader *r) {
     if (given.train == 0) config_derive(r, "train_batch_size", ORIGIN_DERIVED);
     if (given.micro == 0) config_derive(r, "train_micro_batch_size_per_gpu", ORIGIN_DERIVED);
     if (given.accumulation == 0) config_derive(r, "gradient_accumulation_steps", ORIGIN_DERIVED);
+    enum { ACCUMULATION_MAX = 1000000 }; // as for a given one
+    if (given.accumulation == 0 && solved.accumulation > ACCUMULATION_MAX)
+        config_say_key(r, CONFIG_PROBLEM, "gradient_accumulation_steps", "comes to %" PRId64 ", which is more than %d; raise train_micro_batch_size_per_gpu, or lower train_batch_size",
+                       solved.accumulation, ACCUMULATION_MAX);
     if (config_given(c, "data_parallel_size") && p->data != D)
         config_say_key(r, CONFIG_PROBLEM, "data_parallel_size", "is not %" PRId64 " ranks / (tensor %" PRId64 " x pipeline %" PRId64 " x "
                        "sequence %" PRId64 ") = %" PRId64 "; remove the key, or correct a degree", c->world, p->tensor, p->pipeline,

@@ -382,15 +382,30 @@ static void export_model(Trainer *t, const char *dir) {
     printf("exported to %s\n", dir);
 }
 
-// zero_optimization.stage3_gather_16bit_weights_on_model_save: the model that a run ends with, unless an earlier start has written it.
-static void export_last(Trainer *t) {
+// Gives way to a model of the same step that another training has left: its folder gets the first number that is free. Not 0 if that failed.
+static int export_move_aside(const char *dir) {
+    char aside[CONFIG_PATH_MAX + 96];
+    int k = 1;
+    do snprintf(aside, sizeof aside, "%s.%d", dir, k);
+    while (access(aside, F_OK) == 0 && k++ < 1000000);
+    if (rename(dir, aside) != 0) {
+        note("%s is there from another training, and cannot be moved to %s: %s; this model is not exported, --export does it", dir, aside, strerror(errno));
+        return 1;
+    }
+    note("%s was there from another training: now it is %s", dir, aside);
+    return 0;
+}
+
+// zero_optimization.stage3_gather_16bit_weights_on_model_save: the model that a run ends with, unless it had ended so before.
+static void export_last(Trainer *t, bool trained) {
     const ZeroConfig *zero = &t->cfg->zero;
     char dir[CONFIG_PATH_MAX + 64];
     if (zero->stage < 3 || !zero->gather_16bit_weights_on_model_save) return;
     snprintf(dir, sizeof dir, "%s/model-step-%08" PRId64, t->cfg->run.output_dir, t->step);
-    double there = access(dir, F_OK) == 0;
-    comm_host_broadcast(&there, sizeof there, 0);
-    if (there > 0) return;
+    double stays = access(dir, F_OK) == 0;
+    if (t->grid.rank == 0 && stays > 0 && trained) stays = export_move_aside(dir);
+    comm_host_broadcast(&stays, sizeof stays, 0);
+    if (stays > 0) return;
     save_announce(t);
     export_model(t, dir);
 }

@@ -5,6 +5,10 @@
 #pragma once
 #include "checkpoint.cu"
 
+static void output_flush(void) {
+    if (fflush(stdout) != 0) die(EXIT_IO, "standard output: %s", strerror(errno));
+}
+
 // One checkpoint, on standard output. Returns whether it is good.
 static bool inspect_one(int folder, const char *name, const char *shown) {
     Checkpoint c;
@@ -32,11 +36,11 @@ static bool inspect_one(int folder, const char *name, const char *shown) {
         if (columns) printf(", %" PRId64 " of them columns of matrices", columns);
         printf("\n  loss scale     %g; seed %" PRIu64 "; data %016" PRIx64 "\n", s->loss_scale, s->seed, s->data_fingerprint);
         printf("  config         %s\n", s->config ? "here (--inspect-config prints it)" : "none: an earlier build wrote this checkpoint");
-        fflush(stdout); // the rest takes as long as the disk
+        output_flush(); // the rest takes as long as the disk
         good = values_check(&c, 0, 1);
     }
     if (good) printf("  checksums      all match (manifest %08x)\n", c.manifest_crc);
-    fflush(stdout);
+    output_flush();
     if (!good) fprintf(stderr, "error: checkpoint %s is damaged: %s\n", shown, c.why);
     checkpoint_free(&c);
     return good;
@@ -78,7 +82,7 @@ static int inspect_print(const char *dir) {
     }
     free(steps.step);
     close(folder);
-    if (fflush(stdout) != 0) die(EXIT_IO, "standard output: %s", strerror(errno));
+    output_flush();
     return good ? EXIT_OK : EXIT_CHECKPOINT;
 }
 
@@ -97,6 +101,6 @@ static int inspect_print_config(const char *dir) {
     if (!c.state.config) die(EXIT_CHECKPOINT, "checkpoint %s/%s holds no configuration: an earlier build wrote it", shown, name);
     puts(c.state.config);
     checkpoint_free(&c);
-    if (fflush(stdout) != 0) die(EXIT_IO, "standard output: %s", strerror(errno));
+    output_flush();
     return EXIT_OK;
 }

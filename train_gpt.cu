@@ -209,6 +209,12 @@ static StepStats train_step(Trainer *t) {
 // ---------------------------------------------------------------------------------------------------------------
 // The main loop
 
+// What goes on from this run's newest checkpoint.
+static const char *how_to_resume(const Config *cfg) {
+    if (cfg->load_dir[0] || cfg->load_tag[0] || cfg->checkpoint.load_path[0]) return "run.resume=auto and without --load_dir, --load_tag and checkpoint.load_path";
+    return strcmp(cfg->run.resume, "auto") == 0 ? "the same command" : "run.resume=auto";
+}
+
 static void train(Trainer *t) {
     const RunConfig *run = &t->cfg->run;
     trainer_print_start(t);
@@ -259,14 +265,14 @@ static void train(Trainer *t) {
     const SaveResult *last = &t->store->job.result;
     const bool saved = t->step == loaded_at || (last->durable && last->step == t->step);
     if (!saved && (stopped || run->checkpoint_at_end)) save(t, true);
-    if (!stopped) export_last(t);
+    if (!stopped) export_last(t, t->step > start_step);
     tell_memory(t);
     if (t->grid.rank > 0) return;
 
     char time[32];
     double seconds = clock_seconds() - start;
     metrics_log(&t->metrics, "{\"event\":\"%s\",\"at_step\":%" PRId64 ",\"tokens\":%" PRId64 ",\"skipped\":%" PRId64 ",\"seconds\":%.3f}", stopped ? "stopped" : "done", t->step, t->tokens, t->opt.skipped, seconds);
-    printf("%s: %" PRId64 " updates in %s, %" PRId64 " tokens (%.2f epochs), %" PRId64 " updates skipped; log %s\n", !stopped ? "done" : strcmp(run->resume, "none") == 0 ? "stopped, resume with run.resume=auto" : "stopped, resume with the same command",
+    printf("%s%s: %" PRId64 " updates in %s, %" PRId64 " tokens (%.2f epochs), %" PRId64 " updates skipped; log %s\n", stopped ? "stopped, resume with " : "done", stopped ? how_to_resume(t->cfg) : "",
            t->step - start_step, duration_text(time, sizeof time, seconds), t->tokens, (double)t->samples / (double)t->train.samples_per_epoch, t->opt.skipped, t->metrics.log_path);
     console_flush();
 }

@@ -138,14 +138,14 @@ static char *config_text(const Config *cfg) {
     return text;
 }
 
-enum { CHANGES_TEXT = 1024 };
+enum { CHANGES_TEXT = 4096, CHANGE_TEXT = 320 };
 
 // Settings that shape the training, whatever the ranks, the files and the machine: paths, or beginnings that end in a point.
 static bool config_shapes(const char *path) {
     static const char *const shaping[] = {
         "train_batch_size", "gradient_accumulation_steps", "train_gpt.run.seq_len", "optimizer.", "scheduler.", "train_gpt.run.lr_schedule", "train_gpt.run.warmup_steps",
         "train_gpt.run.total_steps", "train_gpt.run.final_lr_frac", "gradient_clipping", "fp16.", "bf16.", "communication_data_type", "data_types.grad_accum_dtype",
-        "gradient_predivide_factor", "prescale_gradients", "sequence_parallel.attention_window_size", "train_gpt.data.shuffle", "dataloader_drop_last",
+        "gradient_predivide_factor", "prescale_gradients", "gradient_allreduce_op", "sequence_parallel.attention_window_size", "train_gpt.data.shuffle", "dataloader_drop_last",
     };
     for (size_t i = 0; i < sizeof shaping / sizeof *shaping; i++) {
         size_t n = strlen(shaping[i]);
@@ -162,7 +162,7 @@ static const char *config_show_in_table(const Config *cfg, int key, char *dst) {
 // Which of these settings a state was trained with, where it is something else now: "gradient_clipping 1 (now 0.5), ...". Returns how many
 // differ; 0 where the state does not know. A key that is newer than the state had its default.
 static int config_changes(const Config *now, const TrainingState *state, char text[CHANGES_TEXT]) {
-    int differ = 0;
+    int differ = 0, left_out = 0;
     size_t n = 0;
     text[0] = 0;
     if (!state->config) return 0;
@@ -174,9 +174,12 @@ static int config_changes(const Config *now, const TrainingState *state, char te
         if (!config_shapes(config_keys[i].path)) continue;
         const char *was = config_show_in_table(then, i, a), *is = config_show_in_table(now, i, b);
         if (strcmp(was, is) == 0) continue;
-        if (n < CHANGES_TEXT) n += (size_t)snprintf(text + n, CHANGES_TEXT - n, "%s%s %.80s (now %.80s)", differ ? ", " : "", config_keys[i].path, was, is);
-        differ++;
+        char change[CHANGE_TEXT];
+        snprintf(change, sizeof change, "%s%s %.80s (now %.80s)", differ++ ? ", " : "", config_keys[i].path, was, is);
+        if (n + strlen(change) + 32 > CHANGES_TEXT) left_out++; // room for how many are left out
+        else n += (size_t)snprintf(text + n, CHANGES_TEXT - n, "%s", change);
     }
+    if (left_out) snprintf(text + n, CHANGES_TEXT - n, " and %d more", left_out);
     free(a);
     config_report_free(&report);
     free(then);

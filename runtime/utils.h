@@ -115,12 +115,13 @@ static inline bool rank_tells(void) { return message_rank == 0 || usleep(1500000
 // A line for the user that changes nothing: "note: ..." on stderr.
 PRINTF_LIKE(1, 2) static inline void note(const char *format, ...) {
     va_list args;
+    char *text = NULL;
     if (message_rank > 0) return;
     va_start(args, format);
     fflush(stdout);
-    fputs("note: ", stderr);
-    vfprintf(stderr, format, args);
-    fputc('\n', stderr);
+    if (vasprintf(&text, format, args) < 0) text = NULL;
+    fprintf(stderr, "note: %s\n", text ? text : format); // in one piece, beside other ranks' output
+    free(text);
     va_end(args);
 }
 

@@ -845,6 +845,9 @@ row_settings_changed() {
         sequence_parallel.attention_window_size=8
     says "checkpoint step-00000020 was trained with gradient_accumulation_steps 2 (now 1), sequence_parallel.attention_window_size none (now 8); from here on"
     prints "each token sees itself and the 7 before it"
+    local many=(optimizer.params.weight_decay=0.12345678901234567 optimizer.params.eps=1.2345678901234567e-8 optimizer.params.betas='[0.91234567890123456, 0.95123456789012345]' gradient_allreduce_op=sum)
+    run_expect 0 -c config.json run.steps=24 "${many[@]}"
+    says "gradient_allreduce_op mean (now sum)"
 }
 
 # The configuration that a checkpoint holds can be given back, and means the same.
@@ -862,6 +865,10 @@ row_inspect_config() {
     says_not "was trained with"
     run_expect 0 --inspect-config out_dir # the newest
     expect "the newest one's" grep -qF '"steps": 4' out
+    if [ -c /dev/full ]; then
+        "$binary" --inspect out_dir >/dev/full 2>err
+        equal "exit code of a full standard output" $? 74
+    fi
     run_expect 66 --inspect-config "$root/tests/checkpoint_version_1"
     says "holds no configuration: an earlier build wrote it"
     run_expect 0 --inspect "$root/tests/checkpoint_version_1"
@@ -939,6 +946,13 @@ row_gathered_model() {
     expect "it is the last checkpoint's" diff -r exported out_dir/model-step-00000012
     "${ranks[@]}" zero_optimization.stage3_gather_16bit_weights_on_model_save=true >out 2>err </dev/null
     equal "exit code when it is there" $? 0
+    expect "nothing is moved" test ! -e out_dir/model-step-00000012.1
+    "${ranks[@]}" zero_optimization.stage3_gather_16bit_weights_on_model_save=true run.resume=none optimizer.params.lr=0.05 >out 2>err </dev/null
+    equal "exit code after another training" $? 0
+    says "out_dir/model-step-00000012 was there from another training: now it is out_dir/model-step-00000012.1"
+    expect "the earlier model is kept" diff -r exported out_dir/model-step-00000012.1
+    expect "the other one is written" test -f out_dir/model-step-00000012/config.json
+    expect "and differs" test -n "$(diff -rq exported out_dir/model-step-00000012)"
     "${ranks[@]}" zero_optimization.stage3_gather_16bit_weights_on_model_save=true zero_optimization.stage=2 run.steps=13 >out 2>err </dev/null
     equal "exit code of stage 2" $? 0
     says "gather_16bit_weights_on_model_save"
@@ -1209,6 +1223,10 @@ row_bench_ranks() {
 row_sizes_that_overflow() {
     refuses 2 -c config.json model.n_embd=1099511627776
     refuses 2 -c config.json train_batch_size=4611686018427387904
+    refuses 2 -c config.json train_batch_size=10000000 train_micro_batch_size_per_gpu=1
+    says "gradient_accumulation_steps = 10000000: comes to 10000000, which is more than 1000000"
+    refuses 2 -c config.json model.n_inner=1
+    refuses 2 -c config.json model.n_embd=1 model.n_head=1
     refuses 2 -c config.json run.steps=99999999999999999999
     refuses 2 -c config.json model.n_head=3
 }

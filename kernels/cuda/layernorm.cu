@@ -1,6 +1,6 @@
 // layernorm.cu - LayerNorm over the last dimension, alone and fused with the residual sum in front of it.
 //
-// A warp handles a row. Lane l owns vectors l, l + 32, ... of the row in every pass, so a row that a warp has put into
+// Forward: a warp handles a row. Lane l owns vectors l, l + 32, ... of the row in every pass, so a row that a warp has put into
 // shared memory is read back by the lane that wrote it and needs no barrier.
 #include "common.cuh"
 

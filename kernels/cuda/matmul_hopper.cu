@@ -277,6 +277,7 @@ __device__ static inline void matmul_consume(MatmulShared &sh, const CUtensorMap
         if (FINISH == MATMUL_GELU_BACKWARD && partial != NULL) store_sums(sh, sums, partial + (int64_t)place.row * shape.N, group, warp, lane, thread, n0, shape.N);
     }
     if (thread == 0) store_wait_read<0>(); // shared memory must outlive the copies
+    __syncwarp();
 }
 
 #endif // HOPPER_CODE
@@ -367,7 +368,7 @@ static void launch_finish(MatmulFinish finish, Tensor out, Tensor a, Tensor b, b
 void matmul_hopper(MatmulFinish finish, Tensor out, Tensor a, Tensor b, bool b_rows_are_k, Tensor bias, Tensor pre, float *partial, Stream stream) {
     const int64_t M = tensor_rows(out), N = tensor_columns(out), K = tensor_columns(a);
     CHECK(b_rows_are_k || finish != MATMUL_GELU_BACKWARD, "matmul_hopper: GELU' with a weight stored (N,K)");
-    CHECK(!b_rows_are_k || finish != MATMUL_GELU, "matmul_hopper: GELU with a weight stored (K,N)");
+    CHECK(!b_rows_are_k || (finish != MATMUL_GELU && finish != MATMUL_RESIDUAL), "matmul_hopper: GELU or a residual with a weight stored (K,N)");
     if (out.dtype == DTYPE_BF16) launch_finish<__nv_bfloat16>(finish, out, a, b, b_rows_are_k, bias, pre, partial, M, N, K, stream);
     else launch_finish<__half>(finish, out, a, b, b_rows_are_k, bias, pre, partial, M, N, K, stream);
 }
