@@ -37,6 +37,7 @@ enum { SMALL_ALL_REDUCE_BYTES = 256 << 10, CHANNELS_MAX = 64 };
 // Whatever MPI reports is the fault of a rank that is gone, or of the network between: there is nothing to repair here.
 #define MPI_TRY(call) mpi_try(call, #call)
 static CommWorld comm_world = {0, 1, 0, 1};
+static bool crowded; // this host has more ranks than cores
 static double timeout_s = 1800;
 // How long a wait looks without a pause: most end within it. Then it sleeps, for others want the cores, too. sched_yield alone does not give
 // them one: on Linux 6.18 two ranks that yielded all the time kept every other program waiting for tens of seconds.
@@ -113,6 +114,7 @@ CommWorld comm_start(void) {
     MPI_TRY(MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, comm_world.rank, MPI_INFO_NULL, &host));
     MPI_TRY(MPI_Comm_rank(host, &comm_world.local_rank));
     MPI_TRY(MPI_Comm_size(host, &comm_world.local_world));
+    crowded = comm_world.local_world > sysconf(_SC_NPROCESSORS_ONLN);
     MPI_TRY(MPI_Comm_free(&host));
     MPI_TRY(MPI_Comm_dup(MPI_COMM_WORLD, &world));
     channel_open(&channels[0], world, 1);
@@ -354,7 +356,7 @@ static void collective_wait(Collective *c) {
             die(EXIT_PEER, "rank %d of %d: %s (place %d in a group of %d) did not end within %g s (zero_optimization.timeout): another rank hangs, or is "
                 "slower than that", comm_world.rank, comm_world.world, kind_name(c->kind), c->group.rank, c->group.size, timeout_s);
         if (waited > SPIN_S) nanosleep(&pause, NULL);
-        else if (comm_world.local_world > sysconf(_SC_NPROCESSORS_ONLN)) sched_yield();
+        else if (crowded) sched_yield();
     }
 }
 
