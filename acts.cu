@@ -49,7 +49,7 @@ typedef struct {
 } ActVisit;
 
 typedef struct {
-    int64_t B, T;           // of the micro-batch that is in the slot now; at most the sizes given to acts_init
+    int64_t B, T;           // of what is in the slot now: the sizes given to acts_init, or while a text is sampled smaller ones
     int64_t first_logits;   // of mode FORWARD_LOGITS, see Acts
     ForwardMode mode;
     int mb;                 // of this update
@@ -262,12 +262,16 @@ static void *acts_alloc(ActStore *a, int64_t bytes) {
     return bytes ? device_malloc(bytes) : NULL;
 }
 
+static void acts_set_size(ActSlot *s, int64_t B, int64_t T) {
+    s->B = B;
+    s->T = T;
+}
+
 static void acts_init_slot(ActStore *a, ActSlot *s) {
     const ActLayout *l = &a->layout;
     const Model *m = a->model;
     int n_units = m->table.n_units, first_block = acts_first_block(l);
-    s->B = l->B;
-    s->T = l->T;
+    acts_set_size(s, l->B, l->T);
     s->tokens = (int32_t *)acts_alloc(a, acts_tokens_bytes(l));
     s->targets = (int32_t *)acts_alloc(a, acts_targets_bytes(l));
     s->x = (void **)host_alloc(sizeof(void *) * (size_t)(n_units + 1));

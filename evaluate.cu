@@ -112,13 +112,14 @@ static void next_logits(Trainer *t, int32_t *text, int64_t length, void *logits)
     for (int64_t i = length; i < computed; i++) text[i] = 0; // causal attention: nothing before sees them
     for (int c = 0; c < t->pipe.n_chunks; c++) {
         ActSlot *a = &t->acts[c].slot[0];
-        a->B = 1;
-        a->T = own;
+        acts_set_size(a, 1, own);
         a->first_logits = first_logits;
     }
     if (t->acts->slot[0].tokens) device_copy(t->acts->slot[0].tokens, text + t->grid.coord.sp * own, own * 4, COPY_TO_DEVICE, t->stream);
     forward_all(t, FORWARD_LOGITS);
     collect_logits(t, row - first_logits, (int)((length - 1) / own), logits);
+    // Micro-batches are what they were, also in chunks between the first and the last, which load nothing.
+    for (int c = 0; c < t->pipe.n_chunks; c++) acts_set_size(&t->acts[c].slot[0], t->acts[c].layout.B, t->acts[c].layout.T);
 }
 
 // Continues the prompt by n tokens and prints both. The text is a function of (weights, prompt, seed). Each token is a

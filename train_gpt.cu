@@ -26,8 +26,6 @@ static void keep_tokens(int32_t *tokens, int64_t B, int64_t T, int64_t first, in
 static void load_samples(Trainer *t, DataLoader *d, ActSlot *a, int64_t first, int64_t n, int64_t B) {
     int64_t T = t->cfg->run.seq_len, own = T / t->grid.size.sp, side = t->staged++ % 2;
     int32_t *tokens = t->staging[side], *targets = tokens + B * T;
-    a->B = B;
-    a->T = own;
     if (!a->tokens && !a->targets) return;
     event_sync(t->staging_free[side]); // without it the host would overwrite tokens that are still being copied
     if (n > 0) dataloader_fetch(d, first, n, tokens, targets);

@@ -77,6 +77,13 @@ static StagesRun stages_run(Test *t, Config *c, ProcessGrid grid) {
         r.stats[k] = train_step(trainer);
         // On a GPU that would wait for all its work, so also for what another stage has not sent yet. (The CPU's scratch gives nothing back.)
         expect_equal_i64(t, "pieces of device memory given back by an update", device_frees(), frees);
+        if (k == 0) { // a sample on the way is shorter than a micro-batch, in all chunks
+            int32_t text[11] = {1, 2, 3};
+            float logits[512];
+            CHECK(c->run.seq_len <= 11 && trainer->model.Vp <= 512, "a larger model than there is room for");
+            zero_set_uses(&trainer->zero, trainer->eval_uses, trainer->n_eval_uses);
+            next_logits(trainer, text, 3, logits);
+        }
         if (k == 1) r.val_loss = evaluate(trainer);
     }
     r.weights = trainer_weights(trainer, &r.n);
