@@ -20,7 +20,8 @@
 #include "matmul_hopper.cuh"
 
 enum { TILE_M = 128, TILE_N = 128, TILE_K = 64, STAGES = 5, CONSUMERS = 2, CLUSTER = 2 };
-enum { HALF_ROWS = 64, PANELS = TILE_N / PANEL_COLUMNS, HALF_PANEL = HALF_ROWS * PANEL_ROW_BYTES, HALF_BYTES = PANELS * HALF_PANEL };
+// A tile is finished in pieces of 64 x 64.
+enum { PIECE_ROWS = 64, PANELS = TILE_N / PANEL_COLUMNS, PIECES = TILE_M / PIECE_ROWS * PANELS, PIECE_BYTES = PIECE_ROWS * PANEL_ROW_BYTES };
 enum { TILE_A = TILE_M * PANEL_ROW_BYTES, TILE_B = TILE_N * PANEL_ROW_BYTES };
 // Named barriers: 1 + consumer among its own threads; TURN + consumer: the other one has begun all its products.
 enum { TURN = 1 + CONSUMERS };
@@ -28,7 +29,7 @@ enum { MATMUL_THREADS = WARPGROUP * (CONSUMERS + 1), MATMUL_PRODUCER_REGISTERS =
 
 struct alignas(1024) MatmulShared {
     char a[STAGES][TILE_A], b[STAGES][TILE_B];
-    char half[CONSUMERS][2][HALF_BYTES]; // what a consumer's two halves of 64 rows read and write
+    char piece[CONSUMERS][PIECES][PIECE_BYTES]; // what a consumer reads and writes to finish its tile
     float sums[CONSUMERS][2][TILE_N];
     uint64_t full[STAGES], empty[STAGES], pre_full[CONSUMERS];
 };
@@ -100,11 +101,17 @@ __device__ static inline void matmul_produce(MatmulShared &sh, const CUtensorMap
 // ---------------------------------------------------------------------------------------------------------------
 // The consumers
 
-// Adds over the eight lanes that have the same columns.
-__device__ static inline float column_sum(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 4);
-    x += __shfl_xor_sync(0xffffffffu, x, 8);
-    return x + __shfl_xor_sync(0xffffffffu, x, 16);
+// Adds over the eight lanes that have the same columns, N values each, and leaves each lane with an eighth of the sums: those from
+// lane / 16 % 2 * N/8 + lane / 8 % 2 * N/4 + lane / 4 % 2 * N/2 on are in its first N / 8. In each step two lanes share the work: one keeps the lower
+// half, the other the upper one.
+template <int N, int LANES = 4> __device__ static inline void columns_sum(float *x, int lane) {
+    const bool upper = lane & LANES;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        const float keep = upper ? x[i + N / 2] : x[i], give = upper ? x[i] : x[i + N / 2];
+        x[i] = keep + __shfl_xor_sync(0xffffffffu, give, LANES);
+    }
+    if constexpr (LANES < 16) columns_sum<N / 2, 2 * LANES>(x, lane);
 }
 
 template <typename T> __device__ static inline float2 unpack2(uint32_t two) {
@@ -116,75 +123,76 @@ template <typename T> __device__ static inline float2 unpack2(uint32_t two) {
 // Whether the finish reads another matrix, into the memory that the result then takes.
 __device__ static constexpr bool finish_reads(MatmulFinish finish) { return finish == MATMUL_GELU_BACKWARD || finish == MATMUL_RESIDUAL; }
 
-// Turns the sums d of 64 rows into elements, in the shared memory of this half. `pre`: where GELU's input goes (MATMUL_GELU), or where what is read
-// lies and the result goes as well.
+// Turns a piece's sums, 8 PANEL_COLUMNS / 2 from d on, into elements in shared memory. `pre`: where GELU's input goes (MATMUL_GELU), or where what is
+// read lies and the result goes as well. All is read before anything is written: GELU takes long, and so that of one element goes on while another waits.
 template <typename T, MatmulFinish FINISH>
-__device__ static inline void finish_half(const float (&d)[TILE_N / 2], const uint32_t (&bias)[TILE_N / 8], float (&sums)[TILE_N / 4], char *out, char *pre,
-                                          int warp, int lane) {
+__device__ static inline void finish_piece(const float *d, const T *bias, int columns, float *sums, char *out, char *pre, int warp, int lane) {
+    constexpr int BLOCKS = PANEL_COLUMNS / 8; // of 8 columns
+    const int row = 16 * warp + (lane & 15);
+    uint32_t r[BLOCKS / 2][4], x[BLOCKS / 2][4], b[BLOCKS] = {};
+    if (finish_reads(FINISH))
 #pragma unroll
-    for (int n = 0; n < TILE_N / 8; n += 2) {
-        const int at = n / 8 * HALF_PANEL;
-        const int row = 16 * warp + (lane & 15), piece = (n & 7) + (lane >> 4);
-        uint32_t r[4], x[4];
-        if (finish_reads(FINISH)) ldmatrix_x4(x, panel_piece(pre + at, row, piece));
+        for (int n = 0; n < BLOCKS; n += 2) ldmatrix_x4(x[n / 2], panel_piece(pre, row, n + (lane >> 4)));
+    if (FINISH != MATMUL_GELU_BACKWARD && bias != NULL)
+#pragma unroll
+        for (int n = 0; n < BLOCKS; n++)
+            if (8 * n < columns) b[n] = *reinterpret_cast<const uint32_t *>(bias + 8 * n + 2 * (lane % 4));
+#pragma unroll
+    for (int n = 0; n < BLOCKS; n += 2)
 #pragma unroll
         for (int i = 0; i < 4; i++) { // blocks of 8 x 8: rows g and g + 8 of columns 8 n, then of columns 8 (n + 1)
+            uint32_t &element = r[n / 2][i], &other = x[n / 2][i];
             float2 v = make_float2(d[4 * n + 2 * i], d[4 * n + 2 * i + 1]);
             if (FINISH == MATMUL_RESIDUAL) {
-                const float2 p = unpack2<T>(x[i]);
+                const float2 p = unpack2<T>(other);
                 v.x += p.x;
                 v.y += p.y;
             }
             if (FINISH == MATMUL_GELU_BACKWARD) {
-                const float2 p = unpack2<T>(x[i]);
+                const float2 p = unpack2<T>(other);
                 v.x *= gelu_slope(p.x);
                 v.y *= gelu_slope(p.y);
             } else {
-                const float2 b = unpack2<T>(bias[n + i / 2]);
-                v.x += b.x;
-                v.y += b.y;
+                const float2 p = unpack2<T>(b[n + i / 2]);
+                v.x += p.x;
+                v.y += p.y;
             }
-            r[i] = pack2<T>(v.x, v.y);
-            if (FINISH == MATMUL_GELU) { // of the rounded value, as gelu_forward would compute it
-                const float2 p = unpack2<T>(r[i]);
-                x[i] = pack2<T>(gelu(p.x), gelu(p.y));
-            }
-            if (FINISH == MATMUL_GELU_BACKWARD) { // of the rounded values, as bias_backward would add them
-                const float2 p = unpack2<T>(r[i]);
-                sums[2 * (n + i / 2)] += p.x;
-                sums[2 * (n + i / 2) + 1] += p.y;
+            element = pack2<T>(v.x, v.y);
+            const float2 rounded = unpack2<T>(element);
+            if (FINISH == MATMUL_GELU) other = pack2<T>(gelu(rounded.x), gelu(rounded.y)); // as gelu_forward would compute it
+            if (FINISH == MATMUL_GELU_BACKWARD) {                                          // as bias_backward would add them
+                sums[2 * (n + i / 2)] += rounded.x;
+                sums[2 * (n + i / 2) + 1] += rounded.y;
             }
         }
+#pragma unroll
+    for (int n = 0; n < BLOCKS; n += 2) {
+        const uint32_t(&e)[4] = r[n / 2], (&g)[4] = x[n / 2];
+        const int piece = n + (lane >> 4);
         if (FINISH == MATMUL_GELU) {
-            stmatrix_x4(panel_piece(pre + at, row, piece), r[0], r[1], r[2], r[3]);
-            stmatrix_x4(panel_piece(out + at, row, piece), x[0], x[1], x[2], x[3]);
+            stmatrix_x4(panel_piece(pre, row, piece), e[0], e[1], e[2], e[3]);
+            stmatrix_x4(panel_piece(out, row, piece), g[0], g[1], g[2], g[3]);
         } else {
-            stmatrix_x4(panel_piece(out + at, row, piece), r[0], r[1], r[2], r[3]);
+            stmatrix_x4(panel_piece(out, row, piece), e[0], e[1], e[2], e[3]);
         }
     }
 }
 
-__device__ static inline void store_half(const CUtensorMap *map, const char *half, int row, int column, MatmulShape shape) {
-    if (row >= shape.M) return;
-    for (int p = 0; p < PANELS; p++)
-        if (column + p * PANEL_COLUMNS < shape.N) tile_store(map, half + p * HALF_PANEL, column + p * PANEL_COLUMNS, row, 0, 0);
-}
-
 // The sums over a tile's rows, of four warps: to partial[row of tiles][N], always added in the same order.
-__device__ static inline void store_sums(MatmulShared &sh, const float (&sums)[TILE_N / 4], float *partial, int group, int warp, int lane, int thread, int n0, int N) {
-    float2 mine[TILE_N / 8];
-#pragma unroll
-    for (int n = 0; n < TILE_N / 8; n++) mine[n] = make_float2(column_sum(sums[2 * n]), column_sum(sums[2 * n + 1]));
+__device__ static inline void store_sums(MatmulShared &sh, float (&sums)[TILE_N / 4], float *partial, int group, int warp, int lane, int thread, int n0, int N) {
+    constexpr int MINE = TILE_N / 4 / 8;
+    columns_sum<TILE_N / 4>(sums, lane);
+    const int block = (lane / 16 % 2 * MINE + lane / 8 % 2 * 2 * MINE + lane / 4 % 2 * 4 * MINE) / 2; // of 8 columns, of which a lane has two beside each other
     float(&both)[2][TILE_N] = sh.sums[group];
-    float2 *const slot = (float2 *)both[warp % 2];
+    float2 *const slot = (float2 *)both[warp % 2] + 4 * block + lane % 4;
 #pragma unroll
     for (int turn = 1; turn >= 0; turn--) { // warps 2 and 3, then 0 and 1 add theirs
-        if (warp / 2 == turn && lane < 4)
+        if (warp / 2 == turn)
 #pragma unroll
-            for (int n = 0; n < TILE_N / 8; n++) {
-                float2 sum = mine[n];
-                if (turn == 0) sum.x += slot[4 * n + lane].x, sum.y += slot[4 * n + lane].y;
-                slot[4 * n + lane] = sum;
+            for (int n = 0; n < MINE / 2; n++) {
+                float2 sum = make_float2(sums[2 * n], sums[2 * n + 1]);
+                if (turn == 0) sum.x += slot[4 * n].x, sum.y += slot[4 * n].y;
+                slot[4 * n] = sum;
             }
         named_sync(1 + group, WARPGROUP);
     }
@@ -219,7 +227,7 @@ __device__ static inline void matmul_consume(MatmulShared &sh, const CUtensorMap
 #pragma unroll
             for (int kk = 0; kk < TILE_K / 16; kk++) {
                 wgmma<T, false, B_ROWS_ARE_K>(d0, wgmma_advance(a, kk * A_STEP), wgmma_advance(b, kk * B_STEP), true);
-                wgmma<T, false, B_ROWS_ARE_K>(d1, wgmma_advance(a, kk * A_STEP + HALF_PANEL), wgmma_advance(b, kk * B_STEP), true);
+                wgmma<T, false, B_ROWS_ARE_K>(d1, wgmma_advance(a, kk * A_STEP + PIECE_BYTES), wgmma_advance(b, kk * B_STEP), true);
             }
             wgmma_commit();
             wgmma_wait<1>();
@@ -229,10 +237,9 @@ __device__ static inline void matmul_consume(MatmulShared &sh, const CUtensorMap
             // By now the results of the tile before have left shared memory, and its place can be filled.
             if (finish_reads(FINISH) && thread == 0 && k == min(2, shape.steps - 1)) {
                 store_wait_read<0>();
-                barrier_arrive_expect(&sh.pre_full[group], 2 * HALF_BYTES);
-                for (int h = 0; h < 2; h++)
-                    for (int p = 0; p < PANELS; p++)
-                        tile_fetch(sh.half[group][h] + p * HALF_PANEL, map_pre, n0 + p * PANEL_COLUMNS, m0 + h * HALF_ROWS, 0, 0, &sh.pre_full[group]);
+                barrier_arrive_expect(&sh.pre_full[group], PIECES * PIECE_BYTES);
+                for (int i = 0; i < PIECES; i++)
+                    tile_fetch(sh.piece[group][i], map_pre, n0 + i % PANELS * PANEL_COLUMNS, m0 + i / PANELS * PIECE_ROWS, 0, 0, &sh.pre_full[group]);
             }
         }
         named_arrive(TURN + 1 - group, CONSUMERS * WARPGROUP);
@@ -241,36 +248,26 @@ __device__ static inline void matmul_consume(MatmulShared &sh, const CUtensorMap
         wgmma_hold(d1);
         if (lane < CLUSTER) barrier_arrive_at(&sh.empty[last], (uint32_t)lane);
 
-        uint32_t biases[TILE_N / 8] = {};
         float sums[TILE_N / 4] = {};
-        if (FINISH != MATMUL_GELU_BACKWARD && bias != NULL) {
+        constexpr bool BOTH = FINISH == MATMUL_GELU; // two results: a piece's lie in memory 0 and 1, the next one's in 2 and 3, and so on
+        if (finish_reads(FINISH)) barrier_wait(&sh.pre_full[group], (uint32_t)own & 1);
 #pragma unroll
-            for (int n = 0; n < TILE_N / 8; n++) {
-                const int column = n0 + 8 * n + 2 * (lane % 4);
-                if (column < shape.N) biases[n] = *reinterpret_cast<const uint32_t *>(bias + column);
-            }
-        }
-        char *const half0 = sh.half[group][0], *const half1 = sh.half[group][1];
-        if (finish_reads(FINISH)) {
-            barrier_wait(&sh.pre_full[group], (uint32_t)own & 1);
-        } else {
-            if (thread == 0) store_wait_read<0>();
-            named_sync(1 + group, WARPGROUP);
-        }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int r0 = m0 + h * HALF_ROWS;
-            char *const out = FINISH == MATMUL_GELU ? half1 : h ? half1 : half0;
-            if (FINISH == MATMUL_GELU && h == 1) { // both halves of memory are in use
-                if (thread == 0) store_wait_read<0>();
+        for (int i = 0; i < PIECES; i++) {
+            const int row = m0 + i / PANELS * PIECE_ROWS, panel = i % PANELS, column = n0 + panel * PANEL_COLUMNS;
+            char *const out = sh.piece[group][BOTH ? i % 2 * 2 + 1 : i], *const pre = BOTH ? sh.piece[group][i % 2 * 2] : out;
+            if (BOTH || (i == 0 && !finish_reads(FINISH))) { // the results that lay there have left
+                if (thread == 0) store_wait_read<BOTH ? 1 : 0>();
                 named_sync(1 + group, WARPGROUP);
             }
-            finish_half<T, FINISH>(h ? d1 : d0, biases, sums, out, FINISH == MATMUL_GELU ? half0 : out, warp, lane);
+            finish_piece<T, FINISH>((i / PANELS ? d1 : d0) + panel * PANEL_COLUMNS / 2, bias ? bias + column : NULL, shape.N - column, sums + panel * PANEL_COLUMNS / 4,
+                                    out, pre, warp, lane);
             shared_written();
             named_sync(1 + group, WARPGROUP);
             if (thread == 0) {
-                store_half(map_out, out, r0, n0, shape);
-                if (FINISH == MATMUL_GELU) store_half(map_pre, half0, r0, n0, shape);
+                if (row < shape.M && column < shape.N) {
+                    tile_store(map_out, out, column, row, 0, 0);
+                    if (BOTH) tile_store(map_pre, pre, column, row, 0, 0);
+                }
                 store_commit();
             }
         }
@@ -345,9 +342,9 @@ template <typename T, bool B_ROWS_ARE_K, MatmulFinish FINISH>
 static void launch(Tensor out, Tensor a, Tensor b, Tensor bias, Tensor pre, float *partial, int64_t M, int64_t N, int64_t K, Stream stream) {
     const int64_t m_pairs = ceil_div(M, CLUSTER * TILE_M), n_tiles = ceil_div(N, TILE_N);
     const MatmulShape shape = {(int)M, (int)N, (int)ceil_div(K, TILE_K), (int)m_pairs, band_rows(N * K * 2), (int)n_tiles, (int)(m_pairs * n_tiles)};
-    const CUtensorMap map_a = matrix_map(a, M, K, TILE_M), map_out = matrix_map(out, M, N, HALF_ROWS);
+    const CUtensorMap map_a = matrix_map(a, M, K, TILE_M), map_out = matrix_map(out, M, N, PIECE_ROWS);
     const CUtensorMap map_b = B_ROWS_ARE_K ? matrix_map(b, K, N, TILE_K) : matrix_map(b, N, K, TILE_N / 2);
-    const CUtensorMap map_pre = pre.data ? matrix_map(pre, M, N, HALF_ROWS) : map_out;
+    const CUtensorMap map_pre = pre.data ? matrix_map(pre, M, N, PIECE_ROWS) : map_out;
     const unsigned blocks = grid_blocks(CLUSTER * min_i64(shape.pairs, sm_count() / CLUSTER));
     auto kernel = matmul_hopper_kernel<T, B_ROWS_ARE_K, FINISH>;
     shared_bytes_allow(kernel, sizeof(MatmulShared));
