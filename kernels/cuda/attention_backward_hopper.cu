@@ -443,27 +443,42 @@ attention_backward_hopper_kernel(const __grid_constant__ CUtensorMap map_keys, c
 #endif
 }
 
+enum { PREPARE_WARPS = 8, PREPARE_ROWS = 32, PREPARE_STEPS = PREPARE_ROWS / PREPARE_WARPS };
+
 // lse2 = lse * log2(e) and rowsum = rowsum(dout * out), both (B*NH, rows); beyond T infinity and 0, which makes P = dS = 0
-// there. LANES neighbouring lanes handle one row of one head, 16 bytes each. Sets n_zero words of `zero` to 0.
+// there. LANES neighbouring lanes handle a row of a head, 16 bytes each; a block has 32 rows of as many neighbouring heads as a warp holds.
+// Sets n_zero words of `zero` to 0.
 template <typename T, int LANES>
-__global__ void __launch_bounds__(256) attention_backward_prepare_kernel(float *lse2, float *rowsum, unsigned *zero, int64_t n_zero, const T *dout, const T *out,
-                                                                         const float *lse, int rows, AttentionShape shape) {
-    const int64_t thread = (int64_t)blockIdx.x * 256 + threadIdx.x, i = thread / LANES, head = i / rows, b = head / shape.NH, h = head % shape.NH;
-    const int t = (int)(i % rows), c = threadIdx.x % LANES * 8;
-    if (thread < n_zero) zero[thread] = 0;
-    if (b >= shape.B) return; // whole warps: rows is a multiple of 32
-    float sum = 0;
-    if (t < shape.T && c < shape.HS) {
-        const int64_t at = (b * shape.T + t) * shape.out_stride + h * shape.HS + c;
-        const Vec<T, 8> x = vec_load<8>(dout + at), y = vec_load<8>(out + at);
+__global__ void __launch_bounds__(32 * PREPARE_WARPS)
+attention_backward_prepare_kernel(float *lse2, float *rowsum, unsigned *zero, int64_t n_zero, const T *dout, const T *out, const float *lse, int rows, int head_groups,
+                                  AttentionShape shape) {
+    constexpr int HEADS = 32 / LANES;
+    __shared__ float sums[HEADS][PREPARE_ROWS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, c = lane % LANES * 8;
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n_zero; i += (int64_t)gridDim.x * blockDim.x) zero[i] = 0;
+    const int64_t block = blockIdx.x / head_groups, first_head = blockIdx.x % head_groups * HEADS;
+    const int64_t b = block / (rows / PREPARE_ROWS), t0 = block % (rows / PREPARE_ROWS) * PREPARE_ROWS, head = first_head + lane / LANES;
+    const int64_t at = (b * shape.T + t0 + warp) * shape.out_stride + head * shape.HS + c, step = PREPARE_WARPS * shape.out_stride;
+    Vec<T, 8> x[PREPARE_STEPS], y[PREPARE_STEPS];
 #pragma unroll
-        for (int k = 0; k < 8; k++) sum += x.at(k) * y.at(k);
+    for (int k = 0; k < PREPARE_STEPS; k++) {
+        const bool inside = t0 + warp + k * PREPARE_WARPS < shape.T && head < shape.NH && c < shape.HS;
+        x[k] = vec_load_if<8>(inside, dout + at + k * step);
+        y[k] = vec_load_if<8>(inside, out + at + k * step);
     }
-    for (int offset = LANES / 2; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (c == 0) {
-        rowsum[i] = sum;
-        lse2[i] = t < shape.T ? lse[head * shape.T + t] * LOG2E : INFINITY;
+#pragma unroll
+    for (int k = 0; k < PREPARE_STEPS; k++) {
+        float sum = 0;
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum += x[k].at(e) * y[k].at(e);
+        for (int offset = LANES / 2; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+        if (c == 0) sums[lane / LANES][warp + k * PREPARE_WARPS] = sum;
     }
+    __syncthreads();
+    if (warp >= HEADS || first_head + warp >= shape.NH) return;
+    const int64_t mine = b * shape.NH + first_head + warp, t = t0 + lane;
+    rowsum[mine * rows + t] = sums[warp][lane];
+    lse2[mine * rows + t] = t < shape.T ? lse[mine * shape.T + t] * LOG2E : INFINITY;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -514,8 +529,9 @@ template <typename T, int D> static void backward_launch(Tensor dqkv, Tensor dou
                                   (int)p.query_tiles, (int)p.slots, (int)p.tasks, (int)(B * NH), (int)p.heads_down, scale, scale * LOG2E, deterministic};
 
     constexpr int LANES = D / 8;
-    attention_backward_prepare_kernel<T, LANES><<<grid_blocks(ceil_div(max_i64(p.statistics * LANES, p.counters), 256)), 256, 0, s>>>(
-        lse2, rowsum, turns, p.counters, elements<const T>(dout), elements<const T>(out), elements<const float>(lse), (int)p.rows, shape);
+    const int64_t head_groups = ceil_div(NH, 32 / LANES);
+    attention_backward_prepare_kernel<T, LANES><<<grid_blocks(B * (p.rows / PREPARE_ROWS) * head_groups), 32 * PREPARE_WARPS, 0, s>>>(
+        lse2, rowsum, turns, p.counters, elements<const T>(dout), elements<const T>(out), elements<const float>(lse), (int)p.rows, (int)head_groups, shape);
     launch_check();
 
     const int64_t size_qkv[4] = {HS, 3 * NH, seq, B}, stride_qkv[3] = {HS, shape.qkv_stride, seq * shape.qkv_stride};
