@@ -319,6 +319,20 @@ static CommandLine config_read_arguments(int argc, char **argv) {
     return l;
 }
 
+// What a command line asks for: "training", or the first option that asks for something else, with the value that its work depends on.
+static void config_request(int argc, char **argv, char *dst, size_t room) {
+    static const struct { const char *option; bool with_value; } requests[] = {{"--help", false}, {"-h", false}, {"--version", false}, {"--help-config", false}, {"--check-config", false},
+        {"--plan", false}, {"--generate", true}, {"--export", true}, {"--inspect", true}, {"--inspect-config", true}, {"--flight", true}};
+    const char *value;
+    snprintf(dst, room, "training");
+    for (int i = 1; i < argc; i++)
+        for (size_t k = 0; k < sizeof requests / sizeof *requests; k++) {
+            if (!config_option(argc, argv, &i, requests[k].option, &value)) continue;
+            snprintf(dst, room, requests[k].with_value && value ? "%s %s" : "%s", requests[k].option, value);
+            return;
+        }
+}
+
 // The text of the configuration; null when none is named.
 static char *config_read_source(const CommandLine *l, const char **name, int64_t *length) {
     char why[200], shown[400];

@@ -276,15 +276,37 @@ static void train(Trainer *t) {
 }
 
 #ifndef TESTING
+// What is asked of folders alone needs no device and no other rank.
+typedef int FolderPrint(const char *dir);
+static FolderPrint *folder_print(int argc, char **argv) {
+    if (argc != 3) return NULL;
+    if (strcmp(argv[1], "--flight") == 0) return flight_print;
+    if (strcmp(argv[1], "--inspect") == 0) return inspect_print;
+    return strcmp(argv[1], "--inspect-config") == 0 ? inspect_print_config : NULL;
+}
+
+// Did mpirun start this process itself? A command of a script that it started may be the second of its rank, and MPI lets one join.
+static bool started_by_mpirun(void) {
+    char path[32], name[32];
+    snprintf(path, sizeof path, "/proc/%d/status", (int)getppid());
+    return getenv("OMPI_COMM_WORLD_RANK") && proc_field(path, "Name", name, sizeof name) && config_has_word("mpirun mpiexec orterun orted prterun prted", name);
+}
+
 int main(int argc, char **argv) {
     descriptors_ensure();
-    if (argc == 3 && strcmp(argv[1], "--flight") == 0) return flight_print(argv[2]);
-    if (argc == 3 && strcmp(argv[1], "--inspect") == 0) return inspect_print(argv[2]);
-    if (argc == 3 && strcmp(argv[1], "--inspect-config") == 0) return inspect_print_config(argv[2]);
-    signals_install();
-    watch_arm(60);
+    FolderPrint *print = folder_print(argc, argv);
+    if (print && !started_by_mpirun()) return print(argv[2]);
+    if (!print) {
+        signals_install();
+        watch_arm(60);
+    }
     CommWorld world = comm_start();
     message_rank = world.rank;
+    requests_agree(argc, argv, world);
+    if (print) {
+        comm_finish();
+        return world.rank == 0 ? print(argv[2]) : EXIT_OK;
+    }
     cores_take_share(world);
     Config *cfg = config_load(argc, argv); // JSON to structs, or the list of what is wrong and exit 2; null after --help and the like
     if (!cfg || cfg->plan) {

@@ -62,6 +62,23 @@ static void ranks_agree(double value, const char *otherwise) {
     if (least != most) die_alike(EXIT_CONFIG, "%s", otherwise);
 }
 
+static void request_show(const void *request, int field, int rank, double value, char text[AGREE_VALUE]) {
+    (void)field, (void)value;
+    if (rank == message_rank) text_escape(text, AGREE_VALUE, (const char *)request, strlen((const char *)request));
+    comm_host_broadcast(text, AGREE_VALUE, rank);
+}
+
+// Ranks that were started for different things would wait for each other in different places. All ranks come here, before they look at a file.
+static void requests_agree(int argc, char **argv, CommWorld world) {
+    const char *name = "what they are asked for";
+    char request[CONFIG_PATH_MAX + 64], text[AGREE_TEXT];
+    if (world.world == 1) return;
+    config_request(argc, argv, request, sizeof request);
+    double value = (double)(text_hash(request) >> 12), *all = agree_gather(&value, 1, world.rank, world.world);
+    if (agree_describe(text, all, &name, 1, world.world, request_show, request) > 0) die_alike(EXIT_CONFIG, "the ranks were not started alike: %s; give all of them the same command line", text);
+    free(all);
+}
+
 // 52 bits of a hash of a key's effective value; 0 if it has none.
 static double config_value_hash(const Config *cfg, int key) {
     if (!config_in_table(cfg, key)) return 0;

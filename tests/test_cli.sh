@@ -269,6 +269,38 @@ row_configurations_that_differ() {
     equal "mpirun's exit code with equal values" $? 0
 }
 
+# Ranks that were started for different things end at once, and all that is asked of folders is told once.
+row_requests_that_differ() {
+    need_mpirun || return
+    local second asked ranks=(env ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 30 mpirun -n 2 "$binary" -c config.json :)
+    while IFS='|' read -r second asked; do
+        # shellcheck disable=SC2086
+        "${ranks[@]}" -n 1 "$binary" $second >out 2>err </dev/null
+        equal "mpirun's exit code with $second" $? 2
+        says "error: the ranks were not started alike: what they are asked for is $asked on rank 2 and training on the other 2; give all of them the same command line"
+        equal "lines that say so with $second" "$(grep -ac 'not started alike' err)" 1
+    done <<'END'
+-c config.json --export there|--export there
+-c config.json --generate=once|--generate once
+-c config.json --plan 1,2|--plan
+-c config.json --check-config|--check-config
+--help|--help
+--inspect .|--inspect .
+--inspect-config .|--inspect-config .
+--flight .|--flight .
+END
+    expect "nothing was begun" test ! -e out_dir -a ! -e there
+    ASAN_OPTIONS=detect_leaks=0 mpirun -n 1 "$binary" -c config.json --generate once : -n 1 "$binary" -c config.json --generate twice >out 2>err </dev/null
+    equal "mpirun's exit code with two prompts" $? 2
+    says '--generate once on rank 0, --generate twice on rank 1;'
+    run_expect 0 -c config.json || return
+    ASAN_OPTIONS=detect_leaks=0 mpirun -n 2 "$binary" --inspect out_dir >out 2>err </dev/null
+    equal "mpirun's exit code" $? 0
+    equal "checkpoints told" "$(grep -c 'checksums      all match' out)" 1
+    ASAN_OPTIONS=detect_leaks=0 mpirun -n 2 bash -c '"$0" --version && "$0" --inspect out_dir; exit $?' "$binary" >out 2>err </dev/null
+    equal "mpirun's exit code of two commands a rank" $? 0
+}
+
 # The ranks of mpirun cut into the axes that the file names: the losses of one rank, and a text.
 row_tensor_and_sequence_parallel() {
     need_mpirun || return
