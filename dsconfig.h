@@ -47,7 +47,7 @@ typedef struct {
 } ModelConfig;
 
 typedef struct {
-    char name[CONFIG_NAME_MAX]; // type as the user wrote it
+    char name[CONFIG_NAME_MAX]; // "AdamW", ..., however the user spelt it
     OptimizerType type;
     double lr, betas[2], eps, weight_decay;
     bool bias_correction, adam_w_mode; // adam_w_mode is true unless type Adam says false
@@ -56,7 +56,7 @@ typedef struct {
 } OptimizerConfig;
 
 typedef struct {
-    char name[CONFIG_NAME_MAX]; // type as the user wrote it; "" = no scheduler
+    char name[CONFIG_NAME_MAX]; // "WarmupLR", ..., however the user spelt it; "" = no scheduler
     ScheduleType type;
     double warmup_min_lr, warmup_max_lr;
     int64_t warmup_num_steps, total_num_steps;

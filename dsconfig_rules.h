@@ -102,6 +102,12 @@ static const ConfigPreset config_small_model = {"", 4, 4, 256, 256}; // when nob
 #define ZERO_KEY(name) "zero_optimization." name
 #define WINDOW_KEY "sequence_parallel.attention_window_size"
 
+// One setting has one spelling in force, so that settings can be compared.
+static void config_set_word(char word[CONFIG_NAME_MAX], const char *name) {
+    memset(word, 0, CONFIG_NAME_MAX);
+    memcpy(word, name, strlen(name));
+}
+
 static bool config_refused(const Config *c, const char *path) { return c->key[config_find_key(path)].refused; }
 
 // Neither given, nor left to the program, nor given in a form that was refused already.
@@ -118,7 +124,8 @@ static void config_resolve_model(ConfigReader *r) {
     if (m->preset[0]) {
         for (size_t i = 0; i < sizeof config_presets / sizeof *config_presets; i++)
             if (config_same_word(m->preset, config_presets[i].name)) p = &config_presets[i];
-        if (!p)
+        if (p) config_set_word(m->preset, p->name);
+        else
             config_say_key(r, CONFIG_PROBLEM, MODEL_KEY("preset"), "is no preset; give %s",
                            config_keys[config_find_key(MODEL_KEY("preset"))].text);
         if (m->init_from[0])
@@ -338,6 +345,8 @@ static void config_resolve_optimizer(ConfigReader *r) {
         config_say_key(r, CONFIG_UNBUILT, "optimizer.type", "not built yet; use AdamW, Adam, SGD or Lion");
     else if (!config_same_word(o->name, "Adam"))
         config_say_key(r, CONFIG_PROBLEM, "optimizer.type", "is not part of this program; use AdamW, Adam, SGD or Lion");
+    if (config_same_word(o->name, "Adam") || config_same_word(o->name, config_optimizer_name(o->type)))
+        config_set_word(o->name, o->type == OPTIMIZER_ADAMW && !o->adam_w_mode ? "Adam" : config_optimizer_name(o->type));
     if (o->betas[0] == 0 && o->betas[1] == 0 && !config_given(c, "optimizer.params.betas")) {
         o->betas[0] = 0.9;
         o->betas[1] = o->type == OPTIMIZER_LION ? 0.99 : 0.999;
@@ -360,6 +369,7 @@ static void config_resolve_scheduler(ConfigReader *r) {
         if (!config_same_word(s->name, name)) continue;
         s->type = (ScheduleType)type;
         if (strcmp(s->name, name) != 0) config_say_key(r, CONFIG_NOTICE, "scheduler.type", "taken as %s", name);
+        config_set_word(s->name, name);
     }
     bool any = false;
     for (int i = 0; i < CONFIG_KEY_COUNT; i++)

@@ -157,8 +157,10 @@ static char *config_text(const Config *cfg) {
 
 enum { CHANGES_TEXT = 4096, CHANGE_TEXT = 320 };
 
-// Settings that shape the training, whatever the ranks, the files and the machine: paths, or beginnings that end in a point.
-static bool config_shapes(const char *path) {
+// Settings that shape the training, whatever the ranks, the files and the machine: paths, or beginnings that end in a point. How many
+// micro-batches an update has counts where it was given; else it follows from the batch and the ranks.
+static bool config_shapes(const Config *cfg, int key) {
+    const char *path = config_keys[key].path;
     static const char *const shaping[] = {
         "train_batch_size", "gradient_accumulation_steps", "train_gpt.run.seq_len", "optimizer.", "scheduler.", "train_gpt.run.lr_schedule", "train_gpt.run.warmup_steps",
         "train_gpt.run.total_steps", "train_gpt.run.final_lr_frac", "gradient_clipping", "fp16.", "bf16.", "communication_data_type", "data_types.grad_accum_dtype",
@@ -166,7 +168,7 @@ static bool config_shapes(const char *path) {
     };
     for (size_t i = 0; i < sizeof shaping / sizeof *shaping; i++) {
         size_t n = strlen(shaping[i]);
-        if (strncmp(path, shaping[i], n) == 0 && (path[n] == 0 || shaping[i][n - 1] == '.')) return true;
+        if (strncmp(path, shaping[i], n) == 0 && (path[n] == 0 || shaping[i][n - 1] == '.')) return strcmp(path, "gradient_accumulation_steps") != 0 || config_row_given(cfg, key);
     }
     return false;
 }
@@ -188,7 +190,7 @@ static int config_changes(const Config *now, const TrainingState *state, char te
     config_parse(state->config, (int64_t)strlen(state->config), "checkpoint", NULL, 0, state->config_ranks, false, then, &report);
     char *a = (char *)host_alloc(2 * CONFIG_SHOWN_MAX), *b = a + CONFIG_SHOWN_MAX;
     for (int i = 0; i < CONFIG_KEY_COUNT; i++) {
-        if (!config_shapes(config_keys[i].path)) continue;
+        if (!config_shapes(now, i)) continue;
         const char *was = config_show_in_table(then, i, a), *is = config_show_in_table(now, i, b);
         if (strcmp(was, is) == 0) continue;
         char change[CHANGE_TEXT];

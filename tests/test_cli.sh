@@ -875,11 +875,33 @@ row_settings_changed() {
     says "checkpoint step-00000018 was trained with gradient_accumulation_steps 1 (now 2); from here on"
     run_expect 0 -c config.json run.steps=22 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4 gradient_clipping=0.5 data.shuffle=true \
         sequence_parallel.attention_window_size=8
-    says "checkpoint step-00000020 was trained with gradient_accumulation_steps 2 (now 1), sequence_parallel.attention_window_size none (now 8); from here on"
+    says "checkpoint step-00000020 was trained with sequence_parallel.attention_window_size none (now 8); from here on" # the micro-batches follow from the batch again
     prints "each token sees itself and the 7 before it"
     local many=(optimizer.params.weight_decay=0.12345678901234567 optimizer.params.eps=1.2345678901234567e-8 optimizer.params.betas='[0.91234567890123456, 0.95123456789012345]' gradient_allreduce_op=sum)
     run_expect 0 -c config.json run.steps=24 "${many[@]}"
     says "gradient_allreduce_op mean (now sum)"
+}
+
+# The same settings in other words, or on another number of ranks, are no change.
+row_settings_in_other_words() {
+    run_expect 0 -c config.json run.steps=4 train_micro_batch_size_per_gpu=1 scheduler.type=WarmupLR || return
+    local type
+    for type in adamw Adam; do
+        run_expect 0 -c config.json run.steps=5 train_micro_batch_size_per_gpu=1 optimizer.type=$type scheduler.type=warmuplr || return
+        says_not "was trained with"
+        prints "resumed from step-0000000"
+    done
+    run_expect 0 -c config.json run.steps=6 train_micro_batch_size_per_gpu=1 scheduler.type=WarmupLR optimizer.type=adam optimizer.params.adam_w_mode=false || return
+    says 'was trained with optimizer.type "AdamW" (now "Adam"), optimizer.params.adam_w_mode true (now false); from here on'
+    need_mpirun || return
+    local ranks=(env ASAN_OPTIONS=detect_leaks=0 timeout --kill-after=5 60 mpirun)
+    "${ranks[@]}" -n 2 "$binary" -c config.json run.steps=7 train_micro_batch_size_per_gpu=1 scheduler.type=WarmupLR optimizer.type=Adam optimizer.params.adam_w_mode=false >out 2>err </dev/null
+    equal "exit code on two ranks" $? 0
+    says_not "was trained with"
+    prints "= 2 micro-batches of 1"
+    "${ranks[@]}" -n 1 "$binary" -c config.json run.output_dir=spelt run.steps=1 optimizer.type=sgd model.preset=GPT2-124m model.n_layer=1 : \
+        -n 1 "$binary" -c config.json run.output_dir=spelt run.steps=1 optimizer.type=SGD model.preset=gpt2-124M model.n_layer=1 >out 2>err </dev/null
+    equal "exit code of ranks that spell it otherwise" $? 0
 }
 
 # The configuration that a checkpoint holds can be given back, and means the same.
