@@ -315,6 +315,7 @@ typedef struct {
     ConfigMessage *message;
     int count, room;
     int64_t of[CONFIG_KINDS]; // messages of each kind, those not kept included
+    bool about[CONFIG_KEY_ROOM]; // rows of the table on which there is a message
 } ConfigReport;
 
 static void config_report_free(ConfigReport *report) {

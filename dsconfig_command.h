@@ -51,13 +51,23 @@ static void config_print_table(FILE *out, const Config *c) {
     free(value);
 }
 
-// The same as one JSON object, which can be given back as a configuration file.
-static void config_print_json(FILE *out, const Config *c) {
+// Whether a row that was given, and has its default, can be left out for what the reader had to say of it.
+static bool config_needless(const Config *c, int i, const ConfigReport *report) {
+    const ConfigKey *k = &config_keys[i];
+    char initial[CONFIG_VALUE_MAX];
+    config_initial(k, initial);
+    return report->about[i] && k->initial[0] && memcmp(initial, (const char *)c + k->offset, k->size) == 0;
+}
+
+// The same as one JSON object, which can be given back as a configuration file. report: of its reading from such an object, of which then
+// only the keys are printed whose being given means something; else null.
+static void config_print_json(FILE *out, const Config *c, const ConfigReport *report) {
     const ConfigKey *row[CONFIG_KEY_ROOM];
     char *value = (char *)host_alloc(CONFIG_SHOWN_MAX);
     const char *before = "", *at, *end;
     int n = 0, depth = 1;
-    for (int i = 0; i < CONFIG_KEY_COUNT; i++) if (config_in_table(c, i)) row[n++] = &config_keys[i];
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++)
+        if (config_in_table(c, i) && (!report || (config_row_given(c, i) && !config_needless(c, i, report)))) row[n++] = &config_keys[i];
     qsort(row, (size_t)n, sizeof *row, config_compare_path); // sections are whole then
     fputc('{', out);
     for (int i = 0; i < n; i++) {

@@ -289,6 +289,7 @@ PRINTF_LIKE(4, 5) static void config_say_key(ConfigReader *r, ConfigMessageKind 
     const ConfigKey *k = &config_keys[i];
     bool has_value = k->size > 0 && (state->origin != ORIGIN_DEFAULT || k->initial[0]) && !(k->type == KEY_TEXT && !((const char *)r->config)[k->offset]);
     if (kind == CONFIG_PROBLEM) state->refused = true;
+    r->report->about[i] = true;
     if (state->alias) path = config_keys[state->alias - 1].path; // as the user knows it
     config_say(r, kind, state->origin == ORIGIN_COMMAND_LINE ? -1 : state->line, path,
                has_value ? config_show_field(r->config, &config_keys[i], value, sizeof value) : "", "%s", text);
@@ -531,7 +532,10 @@ static void config_store(ConfigReader *r, const ConfigKey *k, const ConfigKey *a
     memcpy(field, value, k->size);
     *state = {(uint8_t)origin, false, (int16_t)(alias ? config_index(alias) + 1 : 0), r->command_line ? 0 : n->line};
     if (alias && (alias->flags & SAY)) config_say_node(r, CONFIG_NOTICE, node, "taken as %s (%s)", k->path, alias->text);
-    if (k->flags & (SAY | TELL)) config_say_node(r, k->flags & SAY ? CONFIG_NOTICE : CONFIG_INFO, node, "%s", k->text);
+    if (k->flags & (SAY | TELL)) {
+        r->report->about[config_index(k)] = true;
+        config_say_node(r, k->flags & SAY ? CONFIG_NOTICE : CONFIG_INFO, node, "%s", k->text);
+    }
 }
 
 static void config_walk(ConfigReader *r, int object, const char *section);
@@ -598,6 +602,7 @@ static void config_member(ConfigReader *r, int node, const char *path, const cha
         if (k->size) r->config->key[config_index(k)].refused = true;
         return;
     }
+    if (k->flags & V19) r->report->about[config_index(k)] = true;
     if ((k->flags & V19) && !r->said_version) {
         r->said_version = true;
         config_say_node(r, CONFIG_INFO, node, "a key of DeepSpeed 0.19, which older versions do not know");

@@ -86,6 +86,20 @@ static int inspect_print(const char *dir) {
     return good ? EXIT_OK : EXIT_CHECKPOINT;
 }
 
+// Prints a configuration as a file that runs without a word on the defaults in it. What another build wrote, and this one refuses, is printed as it is.
+static void inspect_config_text(const TrainingState *s) {
+    Config *c = (Config *)host_alloc(sizeof *c);
+    ConfigReport report = {};
+    config_parse(s->config, (int64_t)strlen(s->config), "checkpoint", NULL, 0, s->config_ranks, false, c, &report);
+    if (config_refusals(&report) > 0) puts(s->config);
+    else {
+        config_print_json(stdout, c, &report);
+        putchar('\n');
+    }
+    config_report_free(&report);
+    free(c);
+}
+
 // Prints the configuration of one checkpoint, of a folder's the newest, so that it can be given back with -c.
 static int inspect_print_config(const char *dir) {
     char shown[512], name[CHECKPOINT_NAME_MAX] = ".";
@@ -99,7 +113,7 @@ static int inspect_print_config(const char *dir) {
     close(folder);
     if (!good) die(EXIT_CHECKPOINT, "checkpoint %s/%s is damaged: %s", shown, name, c.why);
     if (!c.state.config) die(EXIT_CHECKPOINT, "checkpoint %s/%s holds no configuration: an earlier build wrote it", shown, name);
-    puts(c.state.config);
+    inspect_config_text(&c.state);
     checkpoint_free(&c);
     output_flush();
     return EXIT_OK;

@@ -150,7 +150,7 @@ static char *config_text(const Config *cfg) {
     char *text = NULL;
     size_t length = 0;
     FILE *f = open_memstream(&text, &length);
-    if (f) config_print_json(f, cfg);
+    if (f) config_print_json(f, cfg, NULL);
     if (!f || fclose(f) != 0) die(EXIT_INTERNAL, "out of host memory for the text of the configuration");
     return text;
 }

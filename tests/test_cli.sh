@@ -915,6 +915,12 @@ row_inspect_config() {
     sed 's/ *# .*//' out >before
     run_expect 0 -c again.json --check-config
     equal "values of the two" "$(diff before <(sed 's/ *# .*//' out))" ""
+    equal "notes of the second" "$(cat err)" ""
+    run_expect 0 -c config.json run.steps=2 run.output_dir=other zero_optimization.stage=1 zero_optimization.offload_optimizer.device=cpu optimizer.type=Lion || return
+    run_expect 0 --inspect-config other || return
+    mv out other.json
+    run_expect 0 -c other.json --check-config
+    says_not "has no effect"
     run_expect 0 -c again.json run.steps=4
     says_not "was trained with"
     run_expect 0 --inspect-config out_dir # the newest

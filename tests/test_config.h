@@ -944,18 +944,34 @@ static void expect_read_back(Test *t, const Config *c, Parsed *p, const char *wh
     parsed_free(p);
 }
 
+// What --inspect-config prints of a configuration that was read from a JSON: the same one, and nothing is said of defaults in it.
+static void expect_short_json(Test *t, const Parsed *from, int64_t world, const char *what) {
+    char *text = NULL;
+    size_t length = 0;
+    FILE *f = open_memstream(&text, &length);
+    config_print_json(f, from->c, &from->report);
+    fclose(f);
+    Parsed p = {(Config *)host_alloc(sizeof(Config)), {}};
+    config_parse(text, (int64_t)length, "short json", NULL, 0, world, false, p.c, &p.report);
+    for (int i = 0; i < CONFIG_KEY_COUNT; i++)
+        if (config_row_given(p.c, i)) expect_true(t, !config_needless(p.c, i, &p.report), "%s: something is said of the default of %s", what, config_keys[i].path);
+    expect_read_back(t, from->c, &p, what, "short JSON");
+    free(text);
+}
+
 // The effective table, line by line as overrides, and its JSON as a file must give the same configuration.
 static void expect_round_trip(Test *t, const Config *c, int64_t world, const char *what) {
     char *text = NULL;
     size_t length = 0;
     FILE *f = open_memstream(&text, &length);
-    config_print_json(f, c);
+    config_print_json(f, c, NULL);
     fclose(f);
     Json j;
     expect_true(t, json_parse(&j, text, (int64_t)length, JSON_STRICT), "%s: line %d: %s", what, j.line, j.error);
     json_free(&j);
     Parsed p = {(Config *)host_alloc(sizeof(Config)), {}};
     config_parse(text, (int64_t)length, "json", NULL, 0, world, false, p.c, &p.report);
+    expect_short_json(t, &p, world, what);
     expect_read_back(t, c, &p, what, "JSON of the effective table");
     free(text);
     f = open_memstream(&text, &length);
