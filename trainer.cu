@@ -256,11 +256,16 @@ static void host_memory_must_fit(const Trainer *t) {
                   plan_host_text(kinds, sizeof kinds, &t->planned_host), KERNELS_ON_GPU ? "" : ", and what the device would hold", (double)h.available / gib, (double)h.limit / gib);
 }
 
-// Everything but data and files: what a test needs, too. cfg is resolved. with_backward false: for sampling and export.
-static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool with_backward, int64_t B) {
+static void trainer_begin(Trainer *t, Config *cfg, ProcessGrid grid) {
     memset(t, 0, sizeof *t);
     t->cfg = cfg;
     t->grid = grid;
+}
+
+// Everything but data and files. with_backward false: for sampling and export.
+static void trainer_build(Trainer *t, bool with_backward, int64_t B) {
+    Config *cfg = t->cfg;
+    const ProcessGrid grid = t->grid;
     t->ideal_bubble = plan_pipeline(cfg, &cfg->model, grid, &t->pipe);
     int *stage = plan_unit_stages(&t->pipe), last = t->pipe.first[pipeline_last(&t->pipe) + 1] - 1;
     t->groups = groups_create(grid, 0, cfg->model.tie_word_embeddings ? stage[last] : 0, cfg->zero.direct_exchange);
@@ -301,6 +306,12 @@ static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool wi
     t->eval_sum = (double *)device_malloc(sizeof(double));
 }
 
+// What a test needs. cfg is resolved.
+static void trainer_init_core(Trainer *t, Config *cfg, ProcessGrid grid, bool with_backward, int64_t B) {
+    trainer_begin(t, cfg, grid);
+    trainer_build(t, with_backward, B);
+}
+
 static void trainer_init_weights(Trainer *t) {
     watch_announce(WATCH_LOAD, seconds_for_bytes(4 * table_param_count(&t->model.table)));
     if (!t->cfg->model.init_from[0]) { zero_init_weights(&t->zero, (uint64_t)t->cfg->run.seed); return; }
@@ -330,15 +341,16 @@ static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     const ParallelConfig *p = &cfg->parallel;
     GridAxes axes = {(int)p->pipeline, (int)p->data, (int)p->sequence, (int)p->tensor};
     resolve_model(cfg);
+    trainer_begin(t, cfg, grid_make(world.rank, axes));
+    tokenizer_open(&t->tokenizer, cfg->data.tokenizer, cfg->model.vocab_size);
+    if (!reads) trainer_open_data(t); // what the data cannot give is said before memory is taken and the fastest products are searched for
     device_init(world.local_rank);
     config_fit_device(cfg, device_info().compute_capability);
-    trainer_init_core(t, cfg, grid_make(world.rank, axes), !reads, reads ? 1 : cfg->batch.train_micro_batch_size_per_gpu);
+    trainer_build(t, !reads, reads ? 1 : cfg->batch.train_micro_batch_size_per_gpu);
     t->config_digest = config_digest(cfg);
     t->config_text = config_text(cfg);
-    tokenizer_open(&t->tokenizer, cfg->data.tokenizer, cfg->model.vocab_size);
     t->metrics.log_fd = -1;
     if (reads) return;
-    trainer_open_data(t);
     trainer_open_files(t);
     double claimed = 1;
     comm_host_broadcast(&claimed, sizeof claimed, 0); // the folder's lock is ours: another run's recorders are not touched before

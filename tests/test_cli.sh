@@ -197,6 +197,11 @@ row_too_large_for_memory() {
     refuses 2 -c config.json model.n_layer=1000 model.n_embd=8192
     says "out of memory: a rank needs 1"
     says "lower train_micro_batch_size_per_gpu"
+    # too little data, or a tokenizer that is no file, is said before memory is looked at
+    refuses 65 -c config.json model.n_layer=1000 model.n_embd=8192 train_batch_size=100000 train_micro_batch_size_per_gpu=1
+    says "but one update of 100000 samples of 32 tokens needs 3200001; give more data, or lower the batch"
+    refuses 65 -c config.json model.n_layer=1000 model.n_embd=8192 data.tokenizer=nowhere
+    says "nowhere"
 }
 
 # The settings guide's mixed offload, on a folder that is there: the same curve as without, and nothing is left behind.
