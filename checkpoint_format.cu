@@ -642,6 +642,14 @@ static bool runs_check(Checkpoint *c) {
     return true;
 }
 
+// A folder whose name says a step is of that step.
+static bool checkpoint_named(Checkpoint *c, const char *name) {
+    int64_t step = step_of_name(name);
+    char right[CHECKPOINT_NAME_MAX];
+    step_name(right, c->state.step);
+    return step < 0 || step == c->state.step || checkpoint_bad(c, MANIFEST_FILE ": is of step %" PRId64 ", not of the step in the folder's name; if somebody renamed the folder, name it %s", c->state.step, right);
+}
+
 // Opens the checkpoint `name` of a folder and checks everything but the values. False with the reason in c->why; to be
 // freed in either case.
 static bool checkpoint_read(Checkpoint *c, int folder, const char *name) {
@@ -649,9 +657,7 @@ static bool checkpoint_read(Checkpoint *c, int folder, const char *name) {
     c->fd = openat(folder, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (c->fd < 0) return checkpoint_bad(c, "%s", errno == ELOOP ? "is a symbolic link" : errno == ENOTDIR ? "is not a folder" : errno == EBADF ? "the folder that it lies in cannot be opened" : strerror(errno));
     if (!manifest_read(c)) return false;
-    int64_t step = step_of_name(name);
-    if (step >= 0 && step != c->state.step)
-        return checkpoint_bad(c, MANIFEST_FILE ": is of step %" PRId64 ", not of the step in the folder's name", c->state.step);
+    if (!checkpoint_named(c, name)) return false;
     for (int i = 0; i < c->n_shards; i++) if (!stored_shard_open(c, i)) return false;
     return runs_check(c);
 }

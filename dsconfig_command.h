@@ -440,7 +440,7 @@ static Config *config_load(int argc, char **argv) {
     int64_t length;
     if (l.print) {
         if (message_rank == 0) l.print(stdout);
-        fflush(stdout);
+        output_flush();
         free(l.override);
         return NULL;
     }
@@ -451,7 +451,7 @@ static Config *config_load(int argc, char **argv) {
     free(l.override);
     if ((l.check || (config->dump_state && !l.plan)) && message_rank == 0) config_print_table(stdout, config);
     if (!l.check) return config;
-    fflush(stdout);
+    output_flush();
     config_free(config);
     return NULL;
 }

@@ -122,6 +122,12 @@ static void next_logits(Trainer *t, int32_t *text, int64_t length, void *logits)
     for (int c = 0; c < t->pipe.n_chunks; c++) acts_set_size(&t->acts[c].slot[0], t->acts[c].layout.B, t->acts[c].layout.T);
 }
 
+// --generate was started for its text alone; a sample beside training is not worth its end.
+static void sample_flush(const Trainer *t) {
+    if (t->cfg->generate) output_flush();
+    else console_flush();
+}
+
 // Continues the prompt by n tokens and prints both. The text is a function of (weights, prompt, seed). Each token is a
 // forward pass over the text so far, its length rounded up; beyond the model's positions the older half is forgotten.
 static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t seed) {
@@ -151,10 +157,10 @@ static void generate_text(Trainer *t, const char *prompt, int64_t n, uint64_t se
         int64_t printed = tokenizer_print(stdout, shown.data, shown.length, k + 1 < n); // all but a character that is not whole yet
         memmove(shown.data, shown.data + printed, (size_t)(shown.length - printed));
         shown.length -= printed;
-        fflush(stdout);
+        sample_flush(t);
     }
     if (t->grid.rank == 0) putchar('\n');
-    fflush(stdout);
+    sample_flush(t);
     free(shown.data);
     free(text);
     free(logits);
@@ -421,5 +427,5 @@ static void run_reader(Trainer *t) {
     }
     if (cfg->export_dir[0]) export_model(t, cfg->export_dir);
     if (cfg->generate) generate_text(t, cfg->generate_prompt, cfg->run.sample_tokens > 0 ? cfg->run.sample_tokens : 256, (uint64_t)cfg->run.seed);
-    if (fflush(stdout) != 0) die(EXIT_IO, "standard output: %s", strerror(errno));
+    output_flush();
 }

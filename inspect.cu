@@ -5,14 +5,44 @@
 #pragma once
 #include "checkpoint.cu"
 
-static void output_flush(void) {
-    if (fflush(stdout) != 0) die(EXIT_IO, "standard output: %s", strerror(errno));
+// What a folder holds: checkpoints by step, newest first, and those that somebody gave other names, in the order of the alphabet.
+typedef struct {
+    int folder;
+    StepList steps;
+    char (*named)[CHECKPOINT_NAME_MAX];
+    int n_named;
+} CheckpointList;
+
+static void named_visit(void *ctx, const char *name) {
+    CheckpointList *l = (CheckpointList *)ctx;
+    char manifest[CHECKPOINT_NAME_MAX + 32];
+    struct stat st;
+    if (!tag_is_valid(name) || step_of_name(name) >= 0) return;
+    snprintf(manifest, sizeof manifest, "%s/" MANIFEST_FILE, name);
+    if (fstatat(l->folder, manifest, &st, AT_SYMLINK_NOFOLLOW) != 0) return;
+    l->named = (char (*)[CHECKPOINT_NAME_MAX])realloc(l->named, sizeof *l->named * (size_t)(l->n_named + 1));
+    if (!l->named) die(EXIT_INTERNAL, "out of host memory while listing %d checkpoints", l->n_named);
+    snprintf(l->named[l->n_named++], CHECKPOINT_NAME_MAX, "%s", name);
 }
 
-// One checkpoint, on standard output. Returns whether it is good.
-static bool inspect_one(int folder, const char *name, const char *shown) {
+static int names_compare(const void *a, const void *b) { return strcmp((const char *)a, (const char *)b); }
+
+static bool checkpoints_list(CheckpointList *l) { // false with errno
+    if (!steps_list(l->folder, &l->steps) || !folder_each(l->folder, named_visit, l)) return false;
+    if (l->n_named) qsort(l->named, (size_t)l->n_named, sizeof *l->named, names_compare);
+    return true;
+}
+
+static void checkpoints_free(CheckpointList *l) {
+    free(l->steps.step);
+    free(l->named);
+    close(l->folder);
+}
+
+// One checkpoint, on standard output. called: the name that its folder has, where `name` is ".". Returns whether it is good.
+static bool inspect_one(int folder, const char *name, const char *called, const char *shown) {
     Checkpoint c;
-    bool good = checkpoint_read(&c, folder, name);
+    bool good = checkpoint_read(&c, folder, name) && checkpoint_named(&c, called);
     if (good) {
         const TrainingState *s = &c.state;
         const ModelConfig *m = &c.model;
@@ -46,42 +76,48 @@ static bool inspect_one(int folder, const char *name, const char *shown) {
     return good;
 }
 
-// Opens the folder that holds the checkpoints of DIR: itself, or `checkpoints` in it. *itself: DIR is a checkpoint. option: what asked for it.
-static int inspect_open(const char *option, const char *dir, bool *itself, StepList *steps, char *shown, size_t room) {
+// Opens the folder that holds the checkpoints of DIR: itself, or `checkpoints` in it. called: its name, if DIR is a checkpoint, else "".
+// option: what asked for it.
+static CheckpointList inspect_open(const char *option, const char *dir, char called[CONFIG_NAME_MAX], char *shown, size_t room) {
     struct stat st;
-    int folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // a link here is the user's wish
-    text_escape(shown, room, dir, strlen(dir));
-    if (folder < 0) die(EXIT_CHECKPOINT, "%s %s: %s; name a checkpoint, a folder of checkpoints, or a run's output folder", option, shown, strerror(errno));
-    *itself = fstatat(folder, MANIFEST_FILE, &st, AT_SYMLINK_NOFOLLOW) == 0 || step_of_name(strrchr(dir, '/') ? strrchr(dir, '/') + 1 : dir) >= 0;
-    if (*itself) return folder;
+    CheckpointList l;
+    size_t length = strlen(dir);
+    char path[PATH_MAX];
+    memset(&l, 0, sizeof l);
+    while (length > 1 && dir[length - 1] == '/') length--;
+    text_escape(shown, room, dir, length);
+    l.folder = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC); // a link here is the user's wish
+    if (l.folder < 0 || !realpath(dir, path)) die(EXIT_CHECKPOINT, "%s %s: %s; name a checkpoint, a folder of checkpoints, or a run's output folder", option, shown, strerror(errno));
+    snprintf(called, CONFIG_NAME_MAX, "%s", strrchr(path, '/') + 1);
+    if (fstatat(l.folder, MANIFEST_FILE, &st, AT_SYMLINK_NOFOLLOW) == 0 || step_of_name(called) >= 0) return l;
+    called[0] = 0;
     for (int level = 0; level < 2; level++) {
-        if (!steps_list(folder, steps)) die(EXIT_CHECKPOINT, "%s %s: cannot be listed: %s", option, shown, strerror(errno));
-        if (steps->n || level) break;
-        int inner = openat(folder, "checkpoints", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        if (!checkpoints_list(&l)) die(EXIT_CHECKPOINT, "%s %s: cannot be listed: %s", option, shown, strerror(errno));
+        if (l.steps.n || l.n_named || level) break;
+        int inner = openat(l.folder, "checkpoints", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
         if (inner < 0) break;
-        close(folder);
-        folder = inner;
+        close(l.folder);
+        l.folder = inner;
         size_t n = strlen(shown);
         snprintf(shown + n, room - n, "/checkpoints");
     }
-    if (!steps->n) die(EXIT_CHECKPOINT, "%s %s: there is no checkpoint in this folder; name a checkpoint, a folder of checkpoints, or a run's output folder", option, shown);
-    return folder;
+    if (!l.steps.n && !l.n_named) die(EXIT_CHECKPOINT, "%s %s: there is no checkpoint in this folder; name a checkpoint, a folder of checkpoints, or a run's output folder", option, shown);
+    return l;
 }
 
-// Prints what there is, newest first. EXIT_OK when all are good, else EXIT_CHECKPOINT after an error line for each that is not.
+// Prints what there is. EXIT_OK when all are good, else EXIT_CHECKPOINT after an error line for each that is not.
 static int inspect_print(const char *dir) {
-    char shown[512], one[640], name[CHECKPOINT_NAME_MAX];
-    StepList steps = {NULL, 0, 0};
-    bool itself, good = true;
-    int folder = inspect_open("--inspect", dir, &itself, &steps, shown, sizeof shown);
-    if (itself) good = inspect_one(folder, ".", shown);
-    for (int i = 0; i < steps.n; i++) {
-        step_name(name, steps.step[i]);
+    char shown[512], one[640], name[CHECKPOINT_NAME_MAX], called[CONFIG_NAME_MAX];
+    bool good = true;
+    CheckpointList l = inspect_open("--inspect", dir, called, shown, sizeof shown);
+    if (called[0]) good = inspect_one(l.folder, ".", called, shown);
+    for (int i = 0; i < l.steps.n + l.n_named; i++) {
+        if (i < l.steps.n) step_name(name, l.steps.step[i]);
+        else snprintf(name, sizeof name, "%s", l.named[i - l.steps.n]);
         snprintf(one, sizeof one, "%s/%s", shown, name);
-        good &= inspect_one(folder, name, one);
+        good &= inspect_one(l.folder, name, name, one);
     }
-    free(steps.step);
-    close(folder);
+    checkpoints_free(&l);
     output_flush();
     return good ? EXIT_OK : EXIT_CHECKPOINT;
 }
@@ -102,17 +138,18 @@ static void inspect_config_text(const TrainingState *s) {
 
 // Prints the configuration of one checkpoint, of a folder's the newest, so that it can be given back with -c.
 static int inspect_print_config(const char *dir) {
-    char shown[512], name[CHECKPOINT_NAME_MAX] = ".";
-    StepList steps = {NULL, 0, 0};
-    bool itself;
-    int folder = inspect_open("--inspect-config", dir, &itself, &steps, shown, sizeof shown);
-    if (!itself) step_name(name, steps.step[0]);
-    free(steps.step);
+    char shown[512], name[CHECKPOINT_NAME_MAX] = ".", called[CONFIG_NAME_MAX];
+    CheckpointList l = inspect_open("--inspect-config", dir, called, shown, sizeof shown);
+    if (!called[0] && !l.steps.n) die(EXIT_CHECKPOINT, "--inspect-config %s: no checkpoint in this folder is named by its step; name the one that is meant, such as %s/%s", shown, shown, l.named[0]);
+    if (!called[0]) {
+        step_name(name, l.steps.step[0]);
+        snprintf(shown + strlen(shown), sizeof shown - strlen(shown), "/%s", name);
+    }
     Checkpoint c;
-    bool good = checkpoint_read(&c, folder, name);
-    close(folder);
-    if (!good) die(EXIT_CHECKPOINT, "checkpoint %s/%s is damaged: %s", shown, name, c.why);
-    if (!c.state.config) die(EXIT_CHECKPOINT, "checkpoint %s/%s holds no configuration: an earlier build wrote it", shown, name);
+    bool good = checkpoint_read(&c, l.folder, name) && checkpoint_named(&c, called);
+    checkpoints_free(&l);
+    if (!good) die(EXIT_CHECKPOINT, "checkpoint %s is damaged: %s", shown, c.why);
+    if (!c.state.config) die(EXIT_CHECKPOINT, "checkpoint %s holds no configuration: an earlier build wrote it", shown);
     inspect_config_text(&c.state);
     checkpoint_free(&c);
     output_flush();

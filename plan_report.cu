@@ -367,6 +367,6 @@ static int plan_print(Config *first) {
     for (i = 0; i < n; i++) print_proposals(&plan[i], &table);
     for (i = 0; i < n; i++) plan_close(&plan[i]);
     free(plan);
-    fflush(stdout);
+    output_flush();
     return refused ? EXIT_CONFIG : EXIT_OK;
 }

@@ -277,7 +277,7 @@ int flight_print(const char *dir) {
     int n = print_job(dir, "", title);
     if (n) putchar('\n');
     int old = print_job(dir, ".old", "the start before");
-    fflush(stdout);
+    output_flush();
     if (n + old == 0) {
         note("%s: no flight recorder here; they are in <output_dir>/flight", shown);
         return EXIT_DATA;

@@ -94,6 +94,11 @@ __attribute__((noreturn)) PRINTF_LIKE(2, 3) static inline void die(int code, con
     _exit(code); // not exit(): no handler may hang the way out
 }
 
+// Behind the last of what somebody asked to be printed. A reader that went away has had enough; anything else that keeps it back is an error.
+static inline void output_flush(void) {
+    if (fflush(stdout) != 0 && errno != EPIPE) die(EXIT_IO, "standard output: %s", strerror(errno));
+}
+
 // Is this the rank to tell what all ranks find out alike? Rank 0 is, at once, and its end ends the job. Where rank 0 has nothing to
 // tell (one host lacks the file), the job is still there after a while, and the rank that has speaks for itself.
 static inline bool rank_tells(void) { return message_rank == 0 || usleep(1500000) == 0; }

@@ -274,6 +274,34 @@ row_configurations_that_differ() {
     equal "mpirun's exit code with equal values" $? 0
 }
 
+# A checkpoint is known by its name, however it is reached, and under a name that somebody gave it.
+row_inspect_by_other_names() {
+    run_expect 0 -c config.json run.steps=6 run.checkpoint_every=2 || return
+    cd out_dir/checkpoints || return
+    mkdir ../model-step-00000006 && mv step-00000004 best
+    run_expect 0 --inspect ../..//out_dir//
+    equal "checkpoints told" "$(grep -v '^ ' out | tr '\n' ' ')" "../..//out_dir/checkpoints/step-00000006 ../..//out_dir/checkpoints/step-00000002 ../..//out_dir/checkpoints/best "
+    run_expect 0 --inspect best/
+    equal "the only one" "$(head -n 2 out | tr '\n' ' ')" "best   step           4 (4 updates applied, 0 skipped) "
+    rm -r step-00000002 && mv step-00000006 step-00000002
+    local path
+    for path in . step-00000002 step-00000002/ step-00000002/. ../checkpoints/step-00000002//; do
+        run_expect 66 --inspect $path
+        says "is damaged: manifest.json: is of step 6, not of the step in the folder's name; if somebody renamed the folder, name it step-00000006" || break
+        run_expect 66 --inspect-config $path
+    done
+    rm step-00000002/manifest.json
+    for path in step-00000002 step-00000002/ step-00000002/.; do
+        run_expect 66 --inspect $path
+        says 'is damaged: manifest.json: is missing'
+    done
+    rm -r step-00000002
+    run_expect 66 --inspect-config .
+    says "error: --inspect-config .: no checkpoint in this folder is named by its step; name the one that is meant, such as ./best"
+    run_expect 0 --inspect-config best/
+    prints '"steps": 6'
+}
+
 # Ranks that were started for different things end at once, and all that is asked of folders is told once.
 row_requests_that_differ() {
     need_mpirun || return
@@ -588,7 +616,7 @@ row_streams_closed() {
     timeout 60 "$binary" -c config.json </dev/null >&- 2>err
     equal "exit code with standard output closed" $? 0
     rm -rf out_dir
-    timeout 60 "$binary" -c config.json run.output_dir=out_dir </dev/null >/dev/full 2>err
+    timeout 60 "$binary" -c config.json run.output_dir=out_dir run.sample_every=6 run.sample_tokens=9 </dev/null >/dev/full 2>err
     equal "exit code with standard output full" $? 0
     equal "lines that say so" "$(grep -c 'note: standard output: No space left on device: what is printed is lost' err)" 1
     expect "log" grep -q '"done"' out_dir/log.jsonl
@@ -866,6 +894,29 @@ row_signal_in_evaluation() {
     prints "resumed from step-00000005"
 }
 
+# What was asked to be printed and cannot be is an error, unless who asked has gone away.
+row_standard_output_that_is_full() {
+    if [ ! -c /dev/full ]; then skip "there is no /dev/full"; return; fi
+    run_expect 0 -c config.json run.steps=1 || return
+    local asked
+    while read -r asked; do
+        # shellcheck disable=SC2086
+        "$binary" $asked >/dev/full 2>err </dev/null
+        equal "exit code of $asked" $? 74
+        says "error: standard output: No space left on device"
+    done <<'END'
+--inspect out_dir
+--inspect-config out_dir
+-c config.json --generate once
+-c config.json --plan
+-c config.json --check-config
+--help-config
+END
+    (exec 3> >(:); sleep 0.3; "$binary" --help-config >&3 2>err) # to a reader that is not there
+    equal "exit code without a reader" $? 0
+    equal "what is said then" "$(cat err)" ""
+}
+
 # What shapes the training and is not what the checkpoint was made with is said when going on.
 row_settings_changed() {
     run_expect 0 -c config.json
@@ -930,10 +981,6 @@ row_inspect_config() {
     says_not "was trained with"
     run_expect 0 --inspect-config out_dir # the newest
     expect "the newest one's" grep -qF '"steps": 4' out
-    if [ -c /dev/full ]; then
-        "$binary" --inspect out_dir >/dev/full 2>err
-        equal "exit code of a full standard output" $? 74
-    fi
     run_expect 66 --inspect-config "$root/tests/checkpoint_version_1"
     says "holds no configuration: an earlier build wrote it"
     run_expect 0 --inspect "$root/tests/checkpoint_version_1"
