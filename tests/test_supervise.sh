@@ -77,10 +77,11 @@ wait_for() { # FILE
     fail "$1 did not appear"
     return 1
 }
-# Starts the stand-in as ./$1 under supervision in the background, and waits until it waits. Leaves $pid.
+# Starts the stand-in as ./$1 under supervision in the background, and waits until it waits. Leaves $pid. A shell cannot trap what was
+# ignored when it began, as SIGHUP is under nohup, which the tests may run under.
 in_background() {
     write_standin "$1"
-    "$supervise" "./$1" -c config.json >out.txt 2>err </dev/null &
+    env --default-signal=HUP "$supervise" "./$1" -c config.json >out.txt 2>err </dev/null &
     pid=$!
     started+=("$pid")
     wait_for waits
