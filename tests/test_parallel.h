@@ -489,8 +489,8 @@ static void test_golden_together(Test *t) { golden_together(t, "gpt2-tiny", 8, D
 static void test_golden_together_bf16(Test *t) { golden_together(t, "gpt2-tiny", 8, DTYPE_BF16, golden_bf16); }
 static void test_golden_odd_together(Test *t) { golden_together(t, "gpt2-odd", 9, DTYPE_FP32, golden_fp32); }
 
-// One rank's weights are others when a checkpoint has been loaded: all end, and it is named. In section "hang", as its rows end the job.
-static void test_differs_after_loading(Test *t) {
+// A trainer that has saved a checkpoint to load. Rows of section "hang", as they end the job.
+static Trainer *differs_trainer(void) {
     char folder[] = "test_gpt_XXXXXX"; // in the caller's folder: nobody here lives to remove it
     if (test_world.rank == 0) CHECK(mkdtemp(folder), "mkdtemp: %s", strerror(errno));
     comm_host_broadcast(folder, sizeof folder, 0);
@@ -505,6 +505,12 @@ static void test_differs_after_loading(Test *t) {
     zero_init_weights(&trainer->zero, 7);
     trainer->store = trainer_store(trainer, folder);
     save(trainer, true);
+    return trainer;
+}
+
+// One rank's weights are others when a checkpoint has been loaded: all end, and it is named.
+static void test_weights_differ_after_loading(Test *t) {
+    Trainer *trainer = differs_trainer();
     CHECK(trainer_load(trainer), "nothing was loaded");
     unsigned char *weight = (unsigned char *)trainer->zero.unit[1].param, bit;
     device_copy(&bit, weight, 1, COPY_TO_HOST, trainer->stream);
@@ -516,7 +522,15 @@ static void test_differs_after_loading(Test *t) {
     expect_true(t, false, "nobody noticed that a rank has loaded other weights");
 }
 
-static const TestRow differs_tests[] = {{"weights that differ after loading", test_differs_after_loading}, {NULL, NULL}};
+// One rank holds another number: loading itself notices.
+static void test_state_differs_after_loading(Test *t) {
+    Trainer *trainer = differs_trainer();
+    trainer->config_digest = test_world.rank == test_world.world - 1;
+    trainer_load(trainer);
+    expect_true(t, false, "nobody noticed that a rank goes on with another state");
+}
+
+static const TestRow differs_tests[] = {{"weights that differ after loading", test_weights_differ_after_loading}, {"state that differs after loading", test_state_differs_after_loading}, {NULL, NULL}};
 
 // ---------------------------------------------------------------------------------------------------------------
 // Import in little memory
