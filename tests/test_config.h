@@ -1370,6 +1370,22 @@ static void test_old_gpu(Test *t) {
     expect_contains(t, "auto on an old GPU", text, "fell back");
 }
 
+static void wide_model_child(void *arg) {
+    Config c = {};
+    c.model.n_embd = *(int64_t *)arg;
+    config_fit_channels(&c, 12544);
+    fprintf(stderr, "fits\n");
+}
+
+static void test_wide_model(Test *t) {
+    char text[DIES_TEXT_BYTES];
+    int64_t width = 12552;
+    expect_dies(t, EXIT_CONFIG, "train_gpt.model.n_embd = 12552: LayerNorm's backward pass takes at most 12544 channels on this GPU", wide_model_child, &width);
+    width = 12544;
+    expect_equal_i64(t, "the widest model", run_in_child(wide_model_child, &width, text), -1);
+    expect_contains(t, "the widest model", text, "fits");
+}
+
 static const TestRow config_tests[] = {
     {"json_grammar", test_json_grammar},
     {"json_tolerance", test_json_tolerance},
@@ -1393,5 +1409,6 @@ static const TestRow config_tests[] = {
     {"hostile", test_hostile},
     {"command_line", test_command_line},
     {"old_gpu", test_old_gpu},
+    {"wide_model", test_wide_model},
     {NULL, NULL},
 };

@@ -283,12 +283,18 @@ layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, cons
     }
 }
 
+// Shared memory of a block beside what its kernel declares.
+static int64_t shared_budget(int rows) { return shared_bytes_max() - 2 * 2 * rows * TEAM_WARPS_MAX * (int64_t)sizeof(float4); }
+
+// One team's two sums of each column must fit.
+int64_t cuda::layernorm_backward_channels_max(void) { return min_i64(TEAM_MAX * OWN_COLUMNS_MAX, shared_budget(1) / (2 * (int64_t)sizeof(float))); }
+
 // out: where each of the SUMS goes, those that are given. OWN: columns of a thread.
 template <typename T, int W, int OWN, int ROWS, int SUMS>
 static void layernorm_backward_launch(T *dx, const Tensor (&out)[COLUMN_SUMS], const T *dout, const T *x, const T *w, const float *mean, const float *rstd,
                                       const T *dresidual, int64_t rows, int64_t C, bool accumulate, Stream stream) {
     const int64_t team_threads = round_up(ceil_div(C, OWN), 32), ring = STEPS_AHEAD * ROWS * 3 * C * (int64_t)sizeof(T); // of a team
-    const int64_t budget = shared_bytes_max() - 2 * 2 * ROWS * TEAM_WARPS_MAX * (int64_t)sizeof(float4);
+    const int64_t budget = shared_budget(ROWS);
     constexpr bool vectors = W == vec_width<T>();
     const bool ahead = vectors && ring <= budget;
     const int64_t teams_fit = TEAM_MAX / team_threads, teams = ahead ? min_i64(teams_fit, budget / ring) : teams_fit, threads = teams * team_threads;
@@ -332,7 +338,7 @@ void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor sum_dresid
     const bool more = sum_dresidual.data || sum_dx.data;
     const bool aligned = C * dtype_bytes(x.dtype) % 16 == 0 && is_aligned(dx.data, 16) && is_aligned(dout.data, 16) && is_aligned(x.data, 16) &&
                          is_aligned(w.data, 16) && is_aligned(dresidual.data, 16);
-    CHECK(C <= TEAM_MAX * OWN_COLUMNS_MAX, "layernorm_backward: %" PRId64 " channels, of at most %d", C, TEAM_MAX * OWN_COLUMNS_MAX);
+    CHECK(C <= cuda::layernorm_backward_channels_max(), "layernorm_backward: %" PRId64 " channels, of at most %" PRId64, C, cuda::layernorm_backward_channels_max());
     CHECK(rows <= 1 << 30, "layernorm_backward: %" PRId64 " rows, of at most %d", rows, 1 << 30); // numbers of rows are ints, STEPS_AHEAD beyond the end too
     FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(), {
         auto launch = more ? layernorm_backward_by_width<floatX, W, 4> : layernorm_backward_by_width<floatX, W, 2>;
