@@ -4,6 +4,7 @@
 // checkpoint, a folder of checkpoints, or the output folder of a run.
 #pragma once
 #include "checkpoint.cu"
+#include "runtime/watch.h"
 
 // What a folder holds: checkpoints by step, newest first, and those that somebody gave other names, in the order of the alphabet.
 typedef struct {
@@ -154,4 +155,13 @@ static int inspect_print_config(const char *dir) {
     checkpoint_free(&c);
     output_flush();
     return EXIT_OK;
+}
+
+// What is asked of folders alone needs no device and no other rank.
+typedef int FolderPrint(const char *dir);
+static FolderPrint *folder_print(int argc, char **argv) {
+    if (argc != 3) return NULL;
+    if (strcmp(argv[1], "--flight") == 0) return flight_print;
+    if (strcmp(argv[1], "--inspect") == 0) return inspect_print;
+    return strcmp(argv[1], "--inspect-config") == 0 ? inspect_print_config : NULL;
 }

@@ -276,22 +276,6 @@ static void train(Trainer *t) {
 }
 
 #ifndef TESTING
-// What is asked of folders alone needs no device and no other rank.
-typedef int FolderPrint(const char *dir);
-static FolderPrint *folder_print(int argc, char **argv) {
-    if (argc != 3) return NULL;
-    if (strcmp(argv[1], "--flight") == 0) return flight_print;
-    if (strcmp(argv[1], "--inspect") == 0) return inspect_print;
-    return strcmp(argv[1], "--inspect-config") == 0 ? inspect_print_config : NULL;
-}
-
-// Did mpirun start this process itself? A command of a script that it started may be the second of its rank, and MPI lets one join.
-static bool started_by_mpirun(void) {
-    char path[32], name[32];
-    snprintf(path, sizeof path, "/proc/%d/status", (int)getppid());
-    return getenv("OMPI_COMM_WORLD_RANK") && proc_field(path, "Name", name, sizeof name) && config_has_word("mpirun mpiexec orterun orted prterun prted", name);
-}
-
 int main(int argc, char **argv) {
     descriptors_ensure();
     FolderPrint *print = folder_print(argc, argv);
@@ -321,7 +305,7 @@ int main(int argc, char **argv) {
     tags_agree(cfg, world);
     watch_begin(cfg, world);
     Trainer *t = (Trainer *)host_alloc(sizeof *t);
-    trainer_init(t, cfg, world);           // device, tables, program, shards, slots, data, files
+    trainer_init(t, cfg, world);           // data, device, tables, program, shards, slots, files
     if (trainer_only_reads(cfg)) run_reader(t);
     else train(t);
     trainer_free(t);

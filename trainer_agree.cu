@@ -62,6 +62,13 @@ static void ranks_agree(double value, const char *otherwise) {
     if (least != most) die_alike(EXIT_CONFIG, "%s", otherwise);
 }
 
+// Did mpirun start this process itself? A command of a script that it started may be the second of its rank, and MPI lets one join.
+static bool started_by_mpirun(void) {
+    char path[32], name[32];
+    snprintf(path, sizeof path, "/proc/%d/status", (int)getppid());
+    return getenv("OMPI_COMM_WORLD_RANK") && proc_field(path, "Name", name, sizeof name) && config_has_word("mpirun mpiexec orterun orted prterun prted", name);
+}
+
 static void request_show(const void *request, int field, int rank, double value, char text[AGREE_VALUE]) {
     (void)field, (void)value;
     if (rank == message_rank) text_escape(text, AGREE_VALUE, (const char *)request, strlen((const char *)request));
