@@ -353,7 +353,7 @@ static bool trainer_load(Trainer *t) {
     if (!cfg->zero.load_from_fp32_weights) zero_masters_from_weights(&t->zero);
     t->step = s.step;
     t->tokens = s.tokens;
-    t->samples = s.data_samples;
+    t->samples = s.tokens / cfg->run.seq_len; // of the length that samples have from here on: the data goes on where it was
     t->opt.applied_updates = s.applied_updates;
     t->opt.skipped = s.skipped;
     t->opt.consecutive_skipped = s.consecutive_skipped;

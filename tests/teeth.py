@@ -84,7 +84,7 @@ BUGS = [
      "checkpoints lack the moments"),
     ("evaluate.cu", "t->opt.applied_updates = s.applied_updates;", "t->opt.applied_updates = 0;", "resume",
      "a resumed run begins its schedule afresh"),
-    ("evaluate.cu", "t->samples = s.data_samples;", "t->samples = 0;", "resume",
+    ("evaluate.cu", "t->samples = s.tokens / cfg->run.seq_len;", "t->samples = 0;", "resume",
      "a resumed run reads its data from the start"),
     ("checkpoint_format.cu", "s->run->data_offset + from * 4", "s->run->data_offset", "shards",
      "every range of a run is read from the run's start"),

@@ -924,6 +924,8 @@ row_settings_changed() {
     says_not "was trained with"
     run_expect 0 -c config.json run.steps=16 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4
     says "checkpoint step-00000014 was trained with train_batch_size 4 (now 8), optimizer.params.lr 0.001 (now 0.0001), train_gpt.run.seq_len 32 (now 16); from here on"
+    run_expect 0 --inspect out_dir/checkpoints/step-00000016
+    prints "tokens         2048, 128 samples of the data" # 14 x 4 samples of 32 tokens are 112 of 16, behind which 2 x 8 follow
     run_expect 0 -c config.json run.steps=18 train_batch_size=8 run.seq_len=16 optimizer.params.lr=1e-4 gradient_clipping=0.5 data.shuffle=true
     says "checkpoint step-00000016 was trained with gradient_clipping 1 (now 0.5), train_gpt.data.shuffle false (now true); from here on"
     says_not "train_batch_size"
