@@ -1346,6 +1346,11 @@ row_sizes_that_overflow() {
     refuses 2 -c config.json model.n_inner=1
     refuses 2 -c config.json model.n_embd=1 model.n_head=1
     refuses 2 -c config.json run.steps=99999999999999999999
+    refuses 2 -c config.json run.logits_bytes=9223372036854775807
+    refuses 2 -c config.json run.eval_batches=9223372036854775807
+    refuses 2 -c config.json zero_optimization.timeout=9223372036854775807
+    refuses 2 -c config.json zero_optimization.offload_optimizer.buffer_count=9223372036854775807
+    refuses 2 -c config.json zero_optimization.offload_param.buffer_count=9223372036854775807
     refuses 2 -c config.json model.n_head=3
 }
 
