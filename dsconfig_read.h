@@ -665,6 +665,11 @@ static void config_walk(ConfigReader *r, int object, const char *section) {
             for (int i = c + 1; i < j->count && j->node[i].parent >= c; i++) r->visits[i]++;
             continue;
         }
+        if (n->key_length == 0) {
+            config_say_node(r, CONFIG_PROBLEM, c, "an empty name is no key; remove it");
+            config_swallow(r, c);
+            continue;
+        }
         int length = snprintf(path, sizeof path, "%s%.*s", prefix, n->key_length, json_key(j, c));
         bool plain = strlen(json_key(j, c)) == (size_t)n->key_length && !strpbrk(json_key(j, c), ".*"); // else it could pass for a path
         config_member(r, c, plain && length < (int)sizeof path ? path : "?", prefix);

@@ -564,6 +564,7 @@ static void test_config_messages(Test *t) {
         {"{" MICRO ", \"num-layers\": 1, \"launcher\": \"x\"}", "", 1, "num-layers launcher", "", "", "is no key"},
         {"{" MICRO ", \"zero_optimization\": {\"offload_param\": {\"devices\": 1}}}", "", 1, "zero_optimization.offload_param.devices", "", "", "did you mean \"zero_optimization.offload_param.device\"?"},
         {"{" MICRO ", \"a.b\": 1, \"compile.*\": 1, \"?\": 1}", "", 1, "a.b compile.* ?", "", "", NULL},
+        {"{" MICRO ", \"\": 1, \"train_gpt\": {\"\": {\"\": 1}}}", "", 1, "- train_gpt.", "", "", "f.json:1: an empty name is no key"},
         {"{" MICRO ", \"backend\": \"gloo\"}", "", 1, "backend", "", "", NULL},
         {"{" MICRO ", \"backend\": \"nccl\"}", "", 1, "", "", "backend", NULL},
         {"{" MICRO ", \"zero_optimization\": true}", "", 2, "", "", "zero_optimization", "taken as {\"stage\": 1}"},
