@@ -1,5 +1,5 @@
 # make                builds ./train_gpt and ./test_gpt: for CUDA when nvcc and a fitting GPU are there, else for the CPU
-# make quickstart     installs what is missing, builds, makes a small corpus, trains on it for about two minutes, samples
+# make quickstart     installs what is missing, builds, makes a small corpus, trains on it for two to eight minutes, samples
 # make test           installs what is missing, builds, runs all tests: "N passed, N failed, N skipped"
 # make check          include layers, sizes, the README's truth, hardening and imports of the binary
 # make sanitize       the tests under AddressSanitizer and UndefinedBehaviorSanitizer (CPU backend)

@@ -2,7 +2,7 @@
 # quickstart.sh - from a fresh clone to a GPT that writes little stories, in one go: make quickstart
 #
 # Installs what is missing, builds, generates the corpus (data/make_corpus.py: a grammar whose entropy is known), trains
-# for about two minutes on two cores (seconds on a GPU), shows the loss falling towards that entropy, and samples.
+# for two to eight minutes on two cores (seconds on a GPU), shows the loss falling towards that entropy, and samples.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 say() { printf '\n== %s\n' "$*"; }
