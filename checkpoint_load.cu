@@ -36,6 +36,44 @@ static bool steps_list(int fd, StepList *l) { // false with errno
     return true;
 }
 
+// What a folder holds: checkpoints by step, newest first, and those that somebody gave other names, in the order of the alphabet.
+typedef struct {
+    int folder;
+    StepList steps;
+    char (*named)[CHECKPOINT_NAME_MAX];
+    int n_named;
+} CheckpointList;
+
+static void named_visit(void *ctx, const char *name) {
+    CheckpointList *l = (CheckpointList *)ctx;
+    char manifest[CHECKPOINT_NAME_MAX + 32];
+    struct stat st;
+    if (!tag_is_valid(name) || step_of_name(name) >= 0) return;
+    snprintf(manifest, sizeof manifest, "%s/" MANIFEST_FILE, name);
+    if (fstatat(l->folder, manifest, &st, AT_SYMLINK_NOFOLLOW) != 0) return;
+    l->named = (char (*)[CHECKPOINT_NAME_MAX])realloc(l->named, sizeof *l->named * (size_t)(l->n_named + 1));
+    if (!l->named) die(EXIT_INTERNAL, "out of host memory while listing %d checkpoints", l->n_named);
+    snprintf(l->named[l->n_named++], CHECKPOINT_NAME_MAX, "%s", name);
+}
+
+static int names_compare(const void *a, const void *b) { return strcmp((const char *)a, (const char *)b); }
+
+static bool checkpoints_list(CheckpointList *l) { // false with errno
+    if (!steps_list(l->folder, &l->steps) || !folder_each(l->folder, named_visit, l)) return false;
+    if (l->n_named) qsort(l->named, (size_t)l->n_named, sizeof *l->named, names_compare);
+    return true;
+}
+
+static void checkpoints_name(const CheckpointList *l, int i, char name[CHECKPOINT_NAME_MAX]) {
+    if (i < l->steps.n) step_name(name, l->steps.step[i]);
+    else snprintf(name, CHECKPOINT_NAME_MAX, "%s", l->named[i - l->steps.n]);
+}
+
+static void checkpoints_free(CheckpointList *l) {
+    free(l->steps.step);
+    free(l->named);
+}
+
 static const char *shape_text(char dst[64], int ndim, const int64_t *shape) {
     if (ndim == 1) snprintf(dst, 64, "(%" PRId64 ")", shape[0]);
     else snprintf(dst, 64, "(%" PRId64 ", %" PRId64 ")", shape[0], shape[1]);
@@ -206,32 +244,43 @@ typedef struct {
 // Rank 0's part of the choice: the checkpoints to be tried, in this order. False with a reason in `why` (room bytes).
 static bool load_candidates(LoadCandidates *l, int folder, const char *which, const char *shown, char *why, size_t room) {
     struct stat st;
-    StepList steps;
+    CheckpointList have = {folder, {}, NULL, 0};
     bool automatic = strcmp(which, "auto") == 0, itself = automatic && fstatat(folder, MANIFEST_FILE, &st, AT_SYMLINK_NOFOLLOW) == 0;
     bool missing = !automatic && fstatat(folder, which, &st, AT_SYMLINK_NOFOLLOW) != 0;
     int error = errno;
-    if (!steps_list(folder, &steps)) {
+    if (!checkpoints_list(&have)) {
         snprintf(why, room, "%s: cannot be listed: %s", shown, strerror(errno));
         return false;
     }
-    l->n = itself || !automatic ? 1 : steps.n;
+    l->n = itself || !automatic ? 1 : have.steps.n;
     l->name = (char (*)[CHECKPOINT_NAME_MAX])host_alloc((size_t)l->n * sizeof *l->name);
     for (int i = 0; i < l->n; i++) {
         if (itself || !automatic) snprintf(l->name[i], sizeof *l->name, "%.63s", itself ? "." : which); // a valid tag fits
-        else step_name(l->name[i], steps.step[i]);
+        else step_name(l->name[i], have.steps.step[i]);
     }
-    if (automatic && !itself && steps.n) latest_compare(folder, steps.step[0], shown);
+    if (automatic && !itself && have.steps.n) latest_compare(folder, have.steps.step[0], shown);
     if (missing) {
-        size_t used = (size_t)snprintf(why, room, "checkpoint %s/%s: %s; there are: %s", shown, which, error == ENOENT ? "is missing" : strerror(error), steps.n ? "" : "none");
-        for (int i = 0; i < steps.n && used + 80 < room; i++) {
+        const int n = have.steps.n + have.n_named;
+        size_t used = (size_t)snprintf(why, room, "checkpoint %s/%s: %s; there are: %s", shown, which, error == ENOENT ? "is missing" : strerror(error), n ? "" : "none");
+        for (int i = 0; i < n && used + 80 < room; i++) {
             char name[CHECKPOINT_NAME_MAX];
-            step_name(name, steps.step[i]);
+            checkpoints_name(&have, i, name);
             used += (size_t)snprintf(why + used, room - used, "%s%s", i ? ", " : "", i < 20 ? name : "...");
             if (i == 20) break;
         }
     }
-    free(steps.step);
+    checkpoints_free(&have);
     return !missing;
+}
+
+// The first of a folder's checkpoints that "auto" does not see, as its name is not that of its step; "" if there is none.
+static void checkpoint_renamed(const char *dir, char name[CHECKPOINT_NAME_MAX]) {
+    CheckpointList l = {open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC), {}, NULL, 0};
+    name[0] = 0;
+    if (l.folder < 0) return;
+    if (checkpoints_list(&l) && l.n_named) snprintf(name, CHECKPOINT_NAME_MAX, "%s", l.named[0]);
+    checkpoints_free(&l);
+    close(l.folder);
 }
 
 // Fills the run from a checkpoint in folder `dir`. which: "auto" takes the newest good one by step (or dir itself, if it is

@@ -322,6 +322,18 @@ __attribute__((noinline)) static void note_changes(const Config *cfg, const Trai
         note("checkpoint %s was trained with %s; from here on this run's settings hold", name, changed);
 }
 
+// `auto` finds no checkpoint: an error where a folder was named for it, and where the one that is meant has a name of its own and there is nothing else to read.
+__attribute__((noinline)) static void none_found(const Config *cfg, const char *dir) {
+    const char *option = cfg->load_dir[0] ? "--load_dir = " : cfg->checkpoint.load_path[0] ? "checkpoint.load_path = " : "";
+    char renamed[CHECKPOINT_NAME_MAX];
+    checkpoint_renamed(dir, renamed);
+    if (renamed[0] && (option[0] || (trainer_only_reads(cfg) && !cfg->model.init_from[0])))
+        die_alike(EXIT_CHECKPOINT, "%s%s: no checkpoint in this folder is named by its step; name the one that is meant, such as --load_tag %s", option, dir, renamed);
+    if (option[0]) die_alike(EXIT_CHECKPOINT, "%s%s: there is no checkpoint in this folder; name one that holds step-* folders", option, dir);
+    if (renamed[0])
+        note("train_gpt.run.resume = auto: no checkpoint in %s is named by its step, as auto wants it, and the run begins without one; --load_tag %s takes the one of that name", dir, renamed);
+}
+
 // Loads the checkpoint that the configuration asks for; false when `auto` finds none. All ranks read, each what it needs.
 static bool trainer_load(Trainer *t) {
     const Config *cfg = t->cfg;
@@ -339,9 +351,10 @@ static bool trainer_load(Trainer *t) {
     CheckpointTensors tensors = trainer_tensors(t);
     CheckpointPeers peers = trainer_peers(t);
     bool found = checkpoint_load(&peers, dir, which, &s, &tensors, name, sizeof name);
-    if (!found && (cfg->load_dir[0] || cfg->checkpoint.load_path[0]))
-        die_alike(EXIT_CHECKPOINT, "%s = %s: there is no checkpoint in this folder; name one that holds step-* folders", cfg->load_dir[0] ? "--load_dir" : "checkpoint.load_path", dir);
-    if (!found) return false;
+    if (!found) {
+        none_found(cfg, dir);
+        return false;
+    }
     zero_weights_changed(&t->zero);
     if (t->has_train && s.data_fingerprint != t->train.fingerprint)
         die_alike(EXIT_DATA, "train_gpt.data.train: the files are not those that checkpoint %s was trained on; resume with the same files, or --export the model and start a new run with model.init_from", name);

@@ -6,40 +6,6 @@
 #include "checkpoint.cu"
 #include "runtime/watch.h"
 
-// What a folder holds: checkpoints by step, newest first, and those that somebody gave other names, in the order of the alphabet.
-typedef struct {
-    int folder;
-    StepList steps;
-    char (*named)[CHECKPOINT_NAME_MAX];
-    int n_named;
-} CheckpointList;
-
-static void named_visit(void *ctx, const char *name) {
-    CheckpointList *l = (CheckpointList *)ctx;
-    char manifest[CHECKPOINT_NAME_MAX + 32];
-    struct stat st;
-    if (!tag_is_valid(name) || step_of_name(name) >= 0) return;
-    snprintf(manifest, sizeof manifest, "%s/" MANIFEST_FILE, name);
-    if (fstatat(l->folder, manifest, &st, AT_SYMLINK_NOFOLLOW) != 0) return;
-    l->named = (char (*)[CHECKPOINT_NAME_MAX])realloc(l->named, sizeof *l->named * (size_t)(l->n_named + 1));
-    if (!l->named) die(EXIT_INTERNAL, "out of host memory while listing %d checkpoints", l->n_named);
-    snprintf(l->named[l->n_named++], CHECKPOINT_NAME_MAX, "%s", name);
-}
-
-static int names_compare(const void *a, const void *b) { return strcmp((const char *)a, (const char *)b); }
-
-static bool checkpoints_list(CheckpointList *l) { // false with errno
-    if (!steps_list(l->folder, &l->steps) || !folder_each(l->folder, named_visit, l)) return false;
-    if (l->n_named) qsort(l->named, (size_t)l->n_named, sizeof *l->named, names_compare);
-    return true;
-}
-
-static void checkpoints_free(CheckpointList *l) {
-    free(l->steps.step);
-    free(l->named);
-    close(l->folder);
-}
-
 // One checkpoint, on standard output. called: the name that its folder has, where `name` is ".". Returns whether it is good.
 static bool inspect_one(int folder, const char *name, const char *called, const char *shown) {
     Checkpoint c;
@@ -113,12 +79,12 @@ static int inspect_print(const char *dir) {
     CheckpointList l = inspect_open("--inspect", dir, called, shown, sizeof shown);
     if (called[0]) good = inspect_one(l.folder, ".", called, shown);
     for (int i = 0; i < l.steps.n + l.n_named; i++) {
-        if (i < l.steps.n) step_name(name, l.steps.step[i]);
-        else snprintf(name, sizeof name, "%s", l.named[i - l.steps.n]);
+        checkpoints_name(&l, i, name);
         snprintf(one, sizeof one, "%s/%s", shown, name);
         good &= inspect_one(l.folder, name, name, one);
     }
     checkpoints_free(&l);
+    close(l.folder);
     output_flush();
     return good ? EXIT_OK : EXIT_CHECKPOINT;
 }
@@ -149,6 +115,7 @@ static int inspect_print_config(const char *dir) {
     Checkpoint c;
     bool good = checkpoint_read(&c, l.folder, name) && checkpoint_named(&c, called);
     checkpoints_free(&l);
+    close(l.folder);
     if (!good) die(EXIT_CHECKPOINT, "checkpoint %s is damaged: %s", shown, c.why);
     if (!c.state.config) die(EXIT_CHECKPOINT, "checkpoint %s holds no configuration: an earlier build wrote it", shown);
     inspect_config_text(&c.state);

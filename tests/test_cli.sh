@@ -1045,6 +1045,28 @@ row_load_path() {
     expect "nothing was trained" test "$(logged_steps out_dir/log.jsonl)" -eq 0
 }
 
+# A checkpoint that somebody renamed is none that auto takes, and none that it passes by in silence.
+row_renamed_checkpoint() {
+    local renamed=out_dir/checkpoints/best
+    run_expect 0 -c config.json run.steps=2 || return
+    mv out_dir/checkpoints/step-00000002 "$renamed"
+    run_expect 0 -c config.json run.steps=1 run.checkpoint_at_end=false || return
+    says "no checkpoint in out_dir/checkpoints is named by its step, as auto wants it, and the run begins without one; --load_tag best takes the one of that name"
+    run_expect 66 -c config.json --generate line
+    says "error: out_dir/checkpoints: no checkpoint in this folder is named by its step; name the one that is meant, such as --load_tag best"
+    run_expect 66 -c config.json --load_dir out_dir/checkpoints
+    says "error: --load_dir = out_dir/checkpoints: no checkpoint in this folder is named by its step; name the one that is meant, such as --load_tag best"
+    run_expect 66 -c config.json checkpoint.load_path=out_dir/checkpoints run.output_dir=other
+    says "error: checkpoint.load_path = out_dir/checkpoints: no checkpoint in this folder is named by its step"
+    run_expect 66 -c config.json --load_tag worst
+    says "checkpoint out_dir/checkpoints/worst: is missing; there are: best"
+    run_expect 0 -c config.json run.steps=4 --load_tag best || return
+    prints "resumed from best: step 2"
+    run_expect 0 -c config.json run.steps=5 || return
+    prints "resumed from step-00000004"
+    says_not "named by its step"
+}
+
 # stage3_gather_16bit_weights_on_model_save: the model at the end, whole, as --export writes it.
 row_gathered_model() {
     need_mpirun || return
