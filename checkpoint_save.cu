@@ -392,6 +392,19 @@ static void save_retention(CheckpointStore *s, int64_t step, int64_t floor, int6
     free(l.step);
 }
 
+// Rank 0: the newest complete checkpoint of the folder, of whichever run. False if there is none.
+static bool checkpoint_newest(const CheckpointStore *s, char name[CHECKPOINT_NAME_MAX]) {
+    StepList l;
+    bool found = false;
+    if (!steps_list(s->folder.fd, &l)) return false;
+    for (int i = 0; i < l.n && !found; i++) {
+        step_name(name, l.step[i]);
+        found = checkpoint_looks_complete(s->folder.fd, name);
+    }
+    free(l.step);
+    return found;
+}
+
 // Rank 0's first step: room, and a folder under a name that nobody can guess.
 static bool save_begin(CheckpointStore *s, const CheckpointTensors *t, const char *name, char *temporary, size_t room) {
     Io *io = &s->io;

@@ -193,9 +193,19 @@ static TrainingState trainer_state(const Trainer *t) {
     return s;
 }
 
-// A save has ended: what it means for the run. A failure warns and leaves the older checkpoints as they are, unless this is the last chance.
+// A failure warns and leaves the older checkpoints as they are, unless this is the last chance.
+static void save_failed(Trainer *t, const SaveResult *r, bool last_chance) {
+    char newest[CHECKPOINT_NAME_MAX], resume[CHECKPOINT_NAME_MAX + 32] = "start again, as there is none here yet";
+    const bool gives_up = last_chance || t->store->failed_in_a_row >= 3, some = t->grid.rank == 0 && checkpoint_newest(t->store, newest); // rank 0 speaks
+    if (some) snprintf(resume, sizeof resume, "resume from %s", newest);
+    if (r->not_a_number && gives_up) die_told(EXIT_NUMERICS, "the checkpoint of step %" PRId64 " was not saved: %s; %s, with a lower learning rate or other data", r->step, r->why, resume);
+    if (last_chance) die_told(EXIT_IO, "the last checkpoint, of step %" PRId64 ", could not be saved: %s; mend that and %s", r->step, r->why, resume);
+    if (gives_up) die_told(EXIT_IO, "three checkpoints in a row could not be saved, the last one of step %" PRId64 ": %s; mend that and %s", r->step, r->why, resume);
+    note("the checkpoint of step %" PRId64 " could not be saved: %s; %s, training goes on", r->step, r->why, some ? "earlier ones are intact" : "there is none yet");
+}
+
+// A save has ended: what it means for the run.
 static void save_tell(Trainer *t, const SaveResult *r, bool last_chance) {
-    const int failed = t->store->failed_in_a_row;
     double rate = r->write_seconds > 0 ? (double)r->bytes / 1e6 / r->write_seconds : 0;
     metrics_log(&t->metrics, "{\"event\":\"checkpoint\",\"at_step\":%" PRId64 ",\"durable\":%s,\"bytes\":%" PRId64 ",\"seconds\":%.4f,\"stall_ms\":%.2f,\"write_mb_s\":%.1f}", r->step, r->durable ? "true" : "false", r->bytes, r->seconds, 1e3 * r->stall_seconds, rate);
     if (r->durable && t->grid.rank == 0) {
@@ -203,11 +213,7 @@ static void save_tell(Trainer *t, const SaveResult *r, bool last_chance) {
         if (r->stall_seconds < r->seconds) printf(", for %.3f s of which training waited", r->stall_seconds);
         putchar('\n');
     }
-    if (!r->durable && r->not_a_number && (last_chance || failed >= 3))
-        die_told(EXIT_NUMERICS, "the checkpoint of step %" PRId64 " was not saved: %s; resume from the newest one that is there, with a lower learning rate or other data", r->step, r->why);
-    if (!r->durable && last_chance) die_told(EXIT_IO, "the last checkpoint, of step %" PRId64 ", could not be saved: %s; make room and resume from the checkpoint before it", r->step, r->why);
-    if (!r->durable && failed >= 3) die_told(EXIT_IO, "three checkpoints in a row could not be saved, the last one of step %" PRId64 ": %s; make room and resume from the newest one", r->step, r->why);
-    if (!r->durable) note("the checkpoint of step %" PRId64 " could not be saved: %s; earlier ones are intact, training goes on", r->step, r->why);
+    if (!r->durable) save_failed(t, r, last_chance);
     console_flush();
 }
 

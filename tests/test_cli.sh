@@ -572,7 +572,14 @@ row_full_disk() {
     unshare -m bash -c 'mount -t tmpfs -o size=64k none mounted && "$0" -c config.json run.output_dir=mounted; echo $? >code; find mounted -type f >files; mkdir kept; cp -r mounted/. kept/' "$binary" >out 2>err </dev/null
     expect "exit code $(cat code) is 73 or 74" grep -qxE '73|74' code
     says "free"
+    says "; mend that and start again, as there is none here yet"
     equal "checkpoints under a final name" "$(find kept -path '*step-*' | wc -l)" 0
+    unshare -m bash -c 'mount -t tmpfs -o size=64k none mounted && exec "$0" -c config.json checkpoint.save_dir=mounted run.checkpoint_every=2' "$binary" >out 2>err </dev/null
+    equal "exit code after three failures" $? 74
+    says "note: the checkpoint of step 4 could not be saved: mounted/step-00000004: needs "
+    says "; there is none yet, training goes on"
+    says "error: three checkpoints in a row could not be saved, the last one of step 6: mounted/step-00000006: needs "
+    says "; mend that and start again, as there is none here yet"
     expect "the log is whole lines of JSON" python3 -c 'import json; [json.loads(l) for l in open("kept/log.jsonl")]'
 }
 
@@ -590,6 +597,7 @@ row_disk_full_in_mid_run() {
         says "the checkpoint of step 8 could not be saved: mounted/step-00000008: needs "
         says "earlier ones are intact, training goes on"
         says "error: the last checkpoint, of step 12, could not be saved"
+        says "; mend that and resume from step-00000004"
         equal "checkpoints" "$(grep step- listing)" step-00000004
         equal "good ones" "$(grep -c 'checksums      all match' inspected)" 1
         equal "updates" "$(logged_steps out_dir/log.jsonl)" 12
@@ -1156,7 +1164,8 @@ row_numbers_that_run_away() {
     # The loss was finite, and what the update made of the weights is not: no checkpoint holds that, and no disk is to blame.
     run_expect 76 -c config.json optimizer.params.lr=3e38 optimizer.params.weight_decay=100 run.steps=1 run.output_dir=infinite
     says "the checkpoint of step 1 was not saved"
-    says_not "make room"
+    says "; start again, as there is none here yet, with a lower learning rate or other data"
+    says_not "mend that"
 }
 
 row_generate_and_export() {
