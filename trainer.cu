@@ -153,7 +153,7 @@ static void trainer_open_data(Trainer *t) {
     t->has_train = true;
     ranks_agree((double)(t->train.fingerprint >> 12), "train_gpt.data.train: the ranks see different files at this path; give all hosts the same data");
     if (!d->val[0]) return;
-    dataloader_open(&t->val, d->val, V, T, 1, false, false, 0, "train_gpt.data.val");
+    dataloader_open(&t->val, d->val, V, T, 0, false, false, 0, "train_gpt.data.val");
     t->has_val = true;
 }
 

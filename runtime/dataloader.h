@@ -84,9 +84,10 @@ static int64_t dataloader_sample_index(const DataLoader *d, int64_t s) {
 // Opens the files that match `pattern`: token shards (.bin) or texts (.txt). Dies with EXIT_DATA when none matches; when
 // one is missing, empty, unreadable, no regular file, or no token shard; when its header, size or any token is wrong
 // (tokens: at once in sets of up to DATA_SCAN_TOKENS, else when they are read); or when there are fewer tokens than
-// one update needs. `key` is the configuration key for the messages. The loader must stay where it is in memory.
+// one update needs. global_batch: samples of an update; 0: the samples are for evaluation, which one is enough for. `key` is
+// the configuration key for the messages. The loader must stay where it is in memory.
 static void dataloader_open(DataLoader *d, const char *pattern, int64_t vocab_size, int64_t seq_len, int64_t global_batch, bool shuffle, bool drop_last, uint64_t seed, const char *key) {
-    CHECK(vocab_size > 0 && seq_len > 0 && global_batch > 0, "vocab_size %" PRId64 ", seq_len %" PRId64 ", global_batch %" PRId64, vocab_size, seq_len, global_batch);
+    CHECK(vocab_size > 0 && seq_len > 0 && global_batch >= (drop_last ? 1 : 0), "vocab_size %" PRId64 ", seq_len %" PRId64 ", global_batch %" PRId64, vocab_size, seq_len, global_batch);
     memset(d, 0, sizeof *d);
     snprintf(d->key, sizeof d->key, "%s", key);
     d->seq_len = seq_len; d->global_batch = global_batch;
@@ -94,10 +95,11 @@ static void dataloader_open(DataLoader *d, const char *pattern, int64_t vocab_si
     shards_open(&d->files, pattern, vocab_size, d->key);
     d->total_tokens = d->files.total_tokens;
     d->n_samples = (d->total_tokens - 1) / seq_len;
-    if (d->n_samples < global_batch) {
-        char shown[1024];
-        die_alike(EXIT_DATA, "%s: \"%s\" has %" PRId64 " tokens in %" PRId64 " file%s, but one update of %" PRId64 " samples of %" PRId64 " tokens needs %.0f; give more data, or lower the batch or train_gpt.run.seq_len",
-            d->key, data_show(shown, sizeof shown, pattern), d->total_tokens, d->files.n_shards, d->files.n_shards == 1 ? "" : "s", global_batch, seq_len, (double)global_batch * (double)seq_len + 1);
+    if (d->n_samples < max_i64(global_batch, 1)) {
+        char shown[1024], user[64] = "evaluation by one sample";
+        if (global_batch > 0) snprintf(user, sizeof user, "one update of %" PRId64 " samples", global_batch);
+        die_alike(EXIT_DATA, "%s: \"%s\" has %" PRId64 " tokens in %" PRId64 " file%s, but %s of %" PRId64 " tokens needs %.0f; give more data, or lower %strain_gpt.run.seq_len",
+            d->key, data_show(shown, sizeof shown, pattern), d->total_tokens, d->files.n_shards, d->files.n_shards == 1 ? "" : "s", user, seq_len, (double)max_i64(global_batch, 1) * (double)seq_len + 1, global_batch > 0 ? "the batch or " : "");
     }
     if (d->files.shard[0].token_bytes == 1 && vocab_size > 512)
         note("%s: a text is read as bytes, so that %" PRId64 " of the model's %" PRId64 " tokens never occur; data/prepare.py --tokenizer gpt2 makes GPT-2's tokens of it", d->key, vocab_size - 256, vocab_size);

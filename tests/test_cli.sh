@@ -501,6 +501,11 @@ row_missing_data() {
     refuses 65 -c config.json data.train=pipe.txt
     ln -s loop.txt loop.txt
     refuses 65 -c config.json data.train=loop.txt
+    printf 'ten bytes.' >short.txt
+    refuses 65 -c config.json data.val=short.txt
+    says 'train_gpt.data.val: "short.txt" has 10 tokens in 1 file, but evaluation by one sample of 32 tokens needs 33; give more data, or lower train_gpt.run.seq_len'
+    refuses 65 -c config.json data.train=short.txt train_batch_size=1
+    says 'train_gpt.data.train: "short.txt" has 10 tokens in 1 file, but one update of 1 samples of 32 tokens needs 33; give more data, or lower the batch or train_gpt.run.seq_len'
 }
 
 row_cut_shard() {
