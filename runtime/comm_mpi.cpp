@@ -34,7 +34,8 @@
 // All-reduces of up to this many bytes, over all ranks, gather everything everywhere: one exchange instead of two.
 enum { SMALL_ALL_REDUCE_BYTES = 256 << 10, CHANNELS_MAX = 64 };
 
-// Whatever MPI reports is the fault of a rank that is gone, or of the network between: there is nothing to repair here.
+// What MPI reports is the fault of a rank that is gone, or of the network between: there is nothing to repair here. Unless it is the
+// call itself, or a size that the ranks differ in: a fault of this program, which no other start mends.
 #define MPI_TRY(call) mpi_try(call, #call)
 static CommWorld comm_world = {0, 1, 0, 1};
 static bool crowded; // this host has more ranks than cores
@@ -43,13 +44,23 @@ static double timeout_s = 1800;
 // them one: on Linux 6.18 two ranks that yielded all the time kept every other program waiting for tens of seconds.
 static const double SPIN_S = 1e-4;
 
+static bool mpi_misused(int code) {
+    int error = code;
+    MPI_Error_class(code, &error);
+    return error == MPI_ERR_TRUNCATE || error == MPI_ERR_BUFFER || error == MPI_ERR_COUNT || error == MPI_ERR_TYPE || error == MPI_ERR_ARG;
+}
+
 static void mpi_try(int code, const char *call) {
     if (code == MPI_SUCCESS) return;
     char text[MPI_MAX_ERROR_STRING], shown[512];
     int length = 0;
     MPI_Error_string(code, text, &length);
+    text_escape(shown, sizeof shown, text, (size_t)length);
+    if (mpi_misused(code))
+        die(EXIT_INTERNAL, "rank %d of %d: %.*s failed: %s; the ranks differ in a size, or the call is wrong: this is a bug in train_gpt, please report it with this line",
+            comm_world.rank, comm_world.world, (int)strcspn(call, "("), call, shown);
     die(EXIT_PEER, "rank %d of %d: %.*s failed: %s; another rank is probably gone: its own message says why. Start again from the last checkpoint",
-        comm_world.rank, comm_world.world, (int)strcspn(call, "("), call, text_escape(shown, sizeof shown, text, (size_t)length));
+        comm_world.rank, comm_world.world, (int)strcspn(call, "("), call, shown);
 }
 
 // ---------------------------------------------------------------------------------------------------------------

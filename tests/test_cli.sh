@@ -1300,6 +1300,19 @@ row_rank_that_does_not_come() {
     says "all_reduce (place 0 in a group of 3) did not end within 1.5 s (zero_optimization.timeout)"
 }
 
+# Ranks that differ in a size: a fault of the program, on which nothing is to start again as after the loss of a rank.
+row_sizes_that_differ() {
+    local build what
+    build=$(dirname -- "$binary")
+    need_mpirun || return
+    for what in broadcast all_gather reduce_scatter all_reduce message; do
+        ASAN_OPTIONS=detect_leaks=0 timeout 60 mpirun -n 3 "$build/test_gpt" "hang/sizes of $what" >out 2>err </dev/null
+        equal "$what: exit code" $? 70
+        says "message truncated; the ranks differ in a size, or the call is wrong: this is a bug in train_gpt, please report it with this line"
+        says_not "probably gone"
+    done
+}
+
 row_differences_after_loading() {
     need_mpirun || return
     ASAN_OPTIONS=detect_leaks=0 timeout 60 mpirun -n 3 "$(dirname -- "$binary")/test_gpt" "hang/state that differs after loading" >out 2>err </dev/null

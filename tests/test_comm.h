@@ -925,7 +925,39 @@ static void test_hang(Test *t) {
     expect_true(t, false, "nobody noticed that a rank did not come");
 }
 
-static const TestRow hang_tests[] = {{"a rank that does not come", test_hang}, {NULL, NULL}};
+// The last rank wants seven elements, the others five: whoever gets more than it waits for ends the job. tests/test_cli.sh runs this.
+typedef void SizedCollective(Group g, float *to, float *from, int64_t n, Stream s);
+
+static void sized_broadcast(Group g, float *to, float *, int64_t n, Stream s) { comm_broadcast(g, to, 4 * n, g.size - 1, s); }
+static void sized_all_gather(Group g, float *to, float *from, int64_t n, Stream s) { comm_all_gather(g, to, from, n, DTYPE_FP32, s); }
+static void sized_reduce_scatter(Group g, float *to, float *from, int64_t n, Stream s) { comm_reduce_scatter(g, to, from, n, DTYPE_FP32, s); }
+static void sized_all_reduce(Group g, float *to, float *, int64_t n, Stream s) { comm_all_reduce(g, to, n, DTYPE_FP32, s); }
+static void sized_message(Group g, float *to, float *, int64_t n, Stream s) {
+    if (g.rank == g.size - 1) comm_send(g, to, 4 * n, 0, s);
+    if (g.rank == 0) comm_receive(g, to, 4 * n, g.size - 1, s);
+}
+
+static void sizes_differ(Test *t, SizedCollective *collective) {
+    Group g = comm_world_group();
+    Stream s = stream_create();
+    CommBuffer to = comm_buffer(1 << 10, s), from = comm_buffer(1 << 10, s);
+    double one = 1;
+    comm_set_timeout(5);
+    collective(g, (float *)to.at, (float *)from.at, g.rank == g.size - 1 ? 7 : 5, s);
+    stream_sync(s);
+    comm_host_all_reduce(&one, 1, COMM_SUM);
+    expect_true(t, false, "nobody noticed that the sizes differ");
+}
+static void test_sizes_broadcast(Test *t) { sizes_differ(t, sized_broadcast); }
+static void test_sizes_all_gather(Test *t) { sizes_differ(t, sized_all_gather); }
+static void test_sizes_reduce_scatter(Test *t) { sizes_differ(t, sized_reduce_scatter); }
+static void test_sizes_all_reduce(Test *t) { sizes_differ(t, sized_all_reduce); }
+static void test_sizes_message(Test *t) { sizes_differ(t, sized_message); }
+
+static const TestRow hang_tests[] = {
+    {"a rank that does not come", test_hang}, {"sizes of broadcast", test_sizes_broadcast}, {"sizes of all_gather", test_sizes_all_gather}, {"sizes of reduce_scatter", test_sizes_reduce_scatter},
+    {"sizes of all_reduce", test_sizes_all_reduce}, {"sizes of message", test_sizes_message}, {NULL, NULL},
+};
 
 static const TestRow comm_tests[] = {
     {"groups", test_groups},
