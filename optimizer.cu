@@ -72,14 +72,15 @@ static bool loss_scaler_update(LossScaler *s, bool overflow) {
 // Share of the ramp at i < N: logarithmic (DeepSpeed's default) or linear.
 static double warmup_share(const SchedulerConfig *c, double i, double N) { return c->warmup_log ? log(i + 1) / log(N) : i / N; }
 
-// Position in the triangle of OneCycle in [0, 1], with n flat stairs if n > 0.
+// A share of one side of OneCycle's triangle, held flat over each of n stairs if n > 0.
 static double cycle_stairs(double share, int64_t n) { return n > 0 ? floor(share * (double)n) / (double)n : share; }
 
-// How far OneCycle is up its triangle at i, which lies inside the cycle.
+// How far OneCycle is up its triangle at i, which lies inside the cycle. As in DeepSpeed the first step is taken at i = 0
+// already, so the last i of the cycle is at the foot again; and stairs lie below the ramps on both sides.
 static double one_cycle_height(const SchedulerConfig *c, double i) {
     double first = (double)c->cycle_first_step_size, second = (double)c->cycle_second_step_size;
-    if (i <= first) return cycle_stairs(i / first, c->cycle_first_stair_count);
-    return 1 - cycle_stairs((i - first) / second, c->cycle_second_stair_count);
+    if (i + 1 <= first) return cycle_stairs((i + 1) / first, c->cycle_first_stair_count);
+    return cycle_stairs((first + second - (i + 1)) / second, c->cycle_second_stair_count);
 }
 
 static double schedule_lr(const Config *cfg, int64_t u) {

@@ -443,7 +443,7 @@ static void test_cycle_and_range(Test *t) {
     SchedulerConfig *s = &c->scheduler;
     s->cycle_min_lr = 0.001, s->cycle_max_lr = 0.011, s->cycle_first_step_size = 10, s->cycle_second_step_size = 5, s->decay_step_size = 2, s->decay_lr_rate = 0.5;
     s->cycle_momentum = true, s->cycle_min_mom = 0.8, s->cycle_max_mom = 0.9;
-    static const struct { int u; double lr, beta1; } want[] = {{0, 0.001, 0.8}, {1, 0.001, 0.9}, {6, 0.006, 0.85}, {11, 0.011, 0.8}, {12, 0.009, 0.82}, {15, 0.003, 0.88}, {16, 0.001 / 1.25, 0.9}, {17, 0.001 / 1.5, 0.9}};
+    static const struct { int u; double lr, beta1; } want[] = {{0, 0.001, 0.8}, {1, 0.002, 0.89}, {5, 0.006, 0.85}, {10, 0.011, 0.8}, {11, 0.009, 0.82}, {14, 0.003, 0.88}, {15, 0.001, 0.9}, {16, 0.001 / 1.25, 0.9}, {17, 0.001 / 1.5, 0.9}};
     for (size_t k = 0; k < sizeof want / sizeof *want; k++) {
         double betas[2];
         schedule_betas(c, want[k].u, betas);
@@ -451,9 +451,9 @@ static void test_cycle_and_range(Test *t) {
         expect_near(t, "OneCycle beta1", betas[0], want[k].beta1, 1e-12);
         expect_near(t, "OneCycle beta2", betas[1], 0.99, 0);
     }
-    s->cycle_first_stair_count = 2;
-    expect_near(t, "first stair", schedule_lr(c, 5), 0.001, 1e-12);
-    expect_near(t, "second stair", schedule_lr(c, 7), 0.006, 1e-12);
+    s->cycle_first_stair_count = 2, s->cycle_second_stair_count = 2;
+    static const double stairs[] = {0.001, 0.001, 0.001, 0.001, 0.001, 0.006, 0.006, 0.006, 0.006, 0.006, 0.011, 0.006, 0.006, 0.001, 0.001, 0.001};
+    for (int u = 0; u < 16; u++) expect_near(t, "stairs", schedule_lr(c, u), stairs[u], 1e-12);
     free(c);
     c = schedule_config(SCHEDULE_LR_RANGE_TEST);
     s = &c->scheduler;
