@@ -126,7 +126,7 @@ static void config_print_usage(FILE *out) {
             "  --strict                 refuse keys that have no effect, instead of noting them\n"
             "  --generate \"PROMPT\"      print a continuation of PROMPT by the newest checkpoint\n"
             "  --export DIR             write the newest checkpoint as a Hugging Face folder\n"
-            "  --load_dir DIR           folder of checkpoints to resume from, generate with or export\n"
+            "  --load_dir DIR           folder of checkpoints, or a run's output folder, to resume from, generate with or export\n"
             "  --load_tag TAG           one checkpoint of it instead of the newest\n"
             "  --flight DIR             print the flight recorders that a run of several ranks left in OUTPUT_DIR/flight\n"
             "  --inspect DIR            print what a checkpoint holds, or each of a folder, and verify all checksums\n"
@@ -236,10 +236,15 @@ static int64_t config_environment_rank(const char *openmpi, const char *other) {
     return second;
 }
 
+// What of a configuration is written for a number of ranks, as overrides that take it back: the batch, then the degrees.
+enum { CONFIG_OF_BATCH = 3, CONFIG_OF_RANKS = 6 };
+static const char *const config_of_ranks[CONFIG_OF_RANKS] = {"train_batch_size=auto", "gradient_accumulation_steps=auto", "data_parallel_size=auto",
+    "tensor_model_parallel_size=1", "pipeline_model_parallel_size=1", "sequence_parallel_size=1"};
+
 // What the command line says besides the configuration.
 typedef struct {
     const char *file;         // "" = none, "-" = standard input, "base64:..."
-    const char **override;    // as many as n_overrides, and room for one more
+    const char **override;    // as many as n_overrides, and room for CONFIG_OF_RANKS more
     int n_overrides;
     bool strict, check, plan, world_given, generate;
     const char *prompt, *export_dir, *load_dir, *load_tag;
@@ -277,7 +282,7 @@ static CommandLine config_read_arguments(int argc, char **argv) {
     CommandLine l = {};
     const char *value;
     l.file = l.prompt = l.export_dir = l.load_dir = l.load_tag = "";
-    l.override = (const char **)host_alloc(((size_t)argc + 1) * sizeof *l.override);
+    l.override = (const char **)host_alloc(((size_t)argc + CONFIG_OF_RANKS) * sizeof *l.override);
     l.world[0] = config_world();
     l.n_worlds = 1;
     l.local_rank = config_environment_rank("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK");
@@ -404,6 +409,24 @@ static void config_free(Config *config) {
     }
 }
 
+// Parses once more, without the first `n` of what is written for a number of ranks.
+static void config_parse_without(CommandLine *l, int n, const char *text, int64_t length, const char *name, int64_t world, Config *config, ConfigReport *report) {
+    memcpy(l->override + l->n_overrides, config_of_ranks, (size_t)n * sizeof *l->override);
+    config_report_free(report);
+    config_parse(text, length, name, l->override, l->n_overrides + n, world, l->strict, config, report);
+}
+
+// A checkpoint is read by any number of ranks, under any layout: what a configuration says for the ranks that trained must not
+// refuse those that read. What it says for another reason does.
+static void config_fit_reader(CommandLine *l, const char *text, int64_t length, const char *name, int64_t world, Config *config, ConfigReport *report) {
+    static const int left_out[] = {CONFIG_OF_BATCH, CONFIG_OF_RANKS, 0};
+    int tries = 0;
+    while (config_refusals(report) > 0 && tries < 3) config_parse_without(l, left_out[tries++], text, length, name, world, config, report);
+    if (tries == 0 || config_refusals(report) > 0 || message_rank != 0) return;
+    note("%s: the configuration's batch %s not for %" PRId64 " rank%s, and left out: none of it is needed to read a checkpoint", l->generate ? "--generate" : "--export",
+         tries == 1 ? "is" : "and degrees of parallelism are", world, world == 1 ? "" : "s");
+}
+
 // What the command line and the text say for `world` ranks. Ends the program when it is refused, but for the later worlds of a plan.
 static Config *config_for_world(CommandLine *l, const char *text, int64_t length, const char *name, int64_t world, bool first) {
     Config *config = (Config *)host_alloc(sizeof *config);
@@ -411,11 +434,10 @@ static Config *config_for_world(CommandLine *l, const char *text, int64_t length
     config_parse(text, length, name, l->override, l->n_overrides, world, l->strict, config, &report);
     // A plan may ask for worlds that the file was not written for: there micro-batch and accumulation hold.
     if (l->plan && config_refusals(&report) > 0 && config_given(config, "train_micro_batch_size_per_gpu") && config_given(config, "train_batch_size")) {
-        l->override[l->n_overrides] = "train_batch_size=auto";
-        config_report_free(&report);
-        config_parse(text, length, name, l->override, l->n_overrides + 1, world, l->strict, config, &report);
+        config_parse_without(l, 1, text, length, name, world, config, &report);
         config->batch_follows = true;
     }
+    if (l->generate || l->export_dir[0]) config_fit_reader(l, text, length, name, world, config, &report);
     const struct { const char *option; char *dst; size_t room; const char *value; } texts[] = {
         {"-c", config->file, sizeof config->file, strncmp(l->file, "base64:", 7) == 0 ? "base64" : l->file},
         {"--generate", config->generate_prompt, sizeof config->generate_prompt, l->prompt},

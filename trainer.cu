@@ -139,9 +139,20 @@ static const char *trainer_save_dir(const Config *cfg, char *room, size_t size) 
     snprintf(room, size, "%s/checkpoints", cfg->run.output_dir);
     return room;
 }
+static bool holds_checkpoints(const char *dir) {
+    StepList steps = {};
+    int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    bool holds = fd >= 0 && (faccessat(fd, MANIFEST_FILE, F_OK, 0) == 0 || (steps_list(fd, &steps) && steps.n > 0));
+    if (fd >= 0) close(fd);
+    free(steps.step);
+    return holds;
+}
+// A run's output folder stands for its checkpoints, as for --inspect.
 static const char *trainer_load_dir(const Config *cfg, char *room, size_t size) {
-    if (cfg->load_dir[0]) return cfg->load_dir;
-    return cfg->checkpoint.load_path[0] ? cfg->checkpoint.load_path : trainer_save_dir(cfg, room, size);
+    const char *given = cfg->load_dir[0] ? cfg->load_dir : cfg->checkpoint.load_path;
+    if (!given[0]) return trainer_save_dir(cfg, room, size);
+    snprintf(room, size, "%s/checkpoints", given);
+    return !holds_checkpoints(given) && holds_checkpoints(room) ? room : given;
 }
 
 static void trainer_open_data(Trainer *t) {

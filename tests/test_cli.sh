@@ -1045,6 +1045,11 @@ row_load_path() {
         prints "resumed from step-00000004"
     done
     rm -rf out_dir
+    for form in checkpoint.load_path=first "--load_dir first/" "--load_dir first --load_tag step-00000004"; do # a run's output folder
+        run_expect 0 -c config.json run.steps=12 $form run.output_dir=outer || return
+        prints "resumed from step-000000"
+        rm -rf outer
+    done
     run_expect 66 -c config.json checkpoint.load_path=nowhere
     says "checkpoint.load_path = nowhere: No such file or directory; name a folder with checkpoints"
     mkdir empty
@@ -1180,6 +1185,17 @@ row_generate_and_export() {
     cp out first_sample
     run_expect 0 -c config.json --generate "line" || return
     expect "sampling is a function of the seed" cmp out first_sample
+    # a configuration for other ranks than those that read
+    local eight=(train_batch_size=16 train_micro_batch_size_per_gpu=2 gradient_accumulation_steps=2)
+    run_expect 0 -c config.json "${eight[@]}" --generate "line" || return
+    says "note: --generate: the configuration's batch is not for 1 rank, and left out"
+    expect "the same sample, whatever the batch" cmp out first_sample
+    run_expect 0 -c config.json "${eight[@]}" tensor_model_parallel_size=2 pipeline.stages=2 data_parallel_size=4 --generate "line" || return
+    says "note: --generate: the configuration's batch and degrees of parallelism are not for 1 rank, and left out"
+    expect "the same sample, whatever the layout" cmp out first_sample
+    run_expect 2 -c config.json "${eight[@]}" model.n_head=3 --generate "line" # what is wrong for any number of ranks is refused as ever
+    says "n_head = 3"
+    says "train_batch_size = 16: is not"
     run_expect 0 -c config.json --export exported || return
     expect "config.json" python3 -c 'import json; c = json.load(open("exported/config.json")); assert c["model_type"] == "gpt2" and c["n_embd"] == 32 and c["n_layer"] == 2, c'
     expect "weights" test -s exported/model.safetensors
