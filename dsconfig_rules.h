@@ -467,7 +467,7 @@ static void config_resolve_zero(ConfigReader *r) {
     Config *c = r->config;
     ZeroConfig *z = &c->zero;
     const CompatConfig *o = &c->compat;
-    int64_t D = max_i64(1, c->parallel.data);
+    const int64_t sharers = max_i64(1, c->parallel.data) * c->parallel.sequence; // ranks that hold the same weights
     config_resolve_offload(r, &z->offload_param, ZERO_KEY("offload_param.device"), ZERO_KEY("cpu_offload_param"), o->cpu_offload_param,
                            ZERO_KEY("offload_param.nvme_path"), ZERO_KEY("offload_param.pin_memory"));
     config_resolve_offload(r, &z->offload_optimizer, ZERO_KEY("offload_optimizer.device"), ZERO_KEY("cpu_offload"), o->cpu_offload,
@@ -478,7 +478,7 @@ static void config_resolve_zero(ConfigReader *r) {
     if (config_refused(c, ZERO_KEY("stage"))) return; // the rest depends on it
     bool offloads = z->offload_param.device || z->offload_optimizer.device, adam = c->optimizer.type == OPTIMIZER_ADAMW;
     if (!config_given(c, ZERO_KEY("overlap_comm"))) { z->overlap_comm = z->stage == 3; config_derive(r, ZERO_KEY("overlap_comm"), ORIGIN_DERIVED); }
-    if (z->stage >= 1 && D == 1) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "one data-parallel rank: there is nothing to shard");
+    if (z->stage >= 1 && sharers == 1) config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "one data-parallel rank: there is nothing to shard");
     bool split_backward = c->parallel.pipeline > 1 && (c->parallel.pipeline_schedule == PIPELINE_ZB_H1 || c->parallel.pipeline_schedule == PIPELINE_ZB_V);
     if (z->stage >= 2 && split_backward)
         config_say_key(r, CONFIG_NOTICE, ZERO_KEY("stage"), "with pipeline_schedule %s whole gradients are kept until the last micro-batch, as at stage 1, since they are made in two "
@@ -495,7 +495,7 @@ static void config_resolve_zero(ConfigReader *r) {
     else if (z->grad_accum_dtype == DTYPE_BF16 && split_backward)
         config_say_key(r, CONFIG_PROBLEM, "data_types.grad_accum_dtype", "has no place in a pipeline whose backward pass is split: kernels add to whole gradients, which are fp32; take another "
                        "pipeline_schedule, or remove the key");
-    bool sends = D > 1;
+    bool sends = sharers > 1;
     if ((z->stage == 0 || z->stage == 3) && config_given(c, ZERO_KEY("allgather_bucket_size")))
         config_say_key(r, CONFIG_INFO, ZERO_KEY("allgather_bucket_size"), z->stage == 0 ? "has no effect at stage 0, which gathers no weights" :
                        "has no effect at stage 3, where stage3_prefetch_bucket_size has its place");

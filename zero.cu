@@ -260,7 +260,7 @@ typedef struct {
     bool *grad_written;    // by row, see invariant 6
     bool last_micro_batch;
     double postdivide;     // ranks / what gradients are divided by before they are summed: their sums are the mean's times this
-    double divisor;        // what the update divides the sums by: postdivide, or less by the ranks for gradient_allreduce_op = sum
+    double divisor;        // what the update divides the sums by: postdivide, or less by the data-parallel ranks for gradient_allreduce_op = sum
     int64_t version;       // of the weights: grows with every update
     // The list of uses: units in the order in which the program will fetch them, over and over.
     const int *use_list;

@@ -282,7 +282,7 @@ static void zero_init(Zero *z, const Model *m, ZeroOptions opt, const GridGroups
         die_alike(EXIT_CONFIG, "zero_optimization.offload_param.buffer_size = %" PRId64 ": a buffer takes a rank's shard of a block, which has %" PRId64 " elements; raise it to %" PRId64, given, needed, needed);
     z->n_states = z->layout.n_states;
     z->postdivide = opt.prescale_gradients ? 1 : gather_group.size / opt.gradient_predivide_factor;
-    z->divisor = z->postdivide / (opt.gradient_allreduce_op ? gather_group.size : 1);
+    z->divisor = z->postdivide / (opt.gradient_allreduce_op ? groups->grid.size.dp : 1); // ranks that share samples' tokens add up to one gradient
     z->unit = (UnitState *)host_alloc(sizeof(UnitState) * (size_t)m->table.n_units);
     z->grad_written = (bool *)host_alloc(sizeof(bool) * (size_t)m->table.n_rows);
     for (int u = 0; u < m->table.n_units; u++) zero_init_unit(z, u);

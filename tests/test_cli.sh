@@ -106,6 +106,22 @@ PY
     equal "the log" "$(cat verdict | tail -n 1)" good
 }
 
+# gradient_allreduce_op = sum is over the ranks that have other samples: those that share tokens, or matrices, do not count.
+row_gradient_sum() {
+    need_mpirun || return
+    local layout n=0
+    for layout in "1 gradient_allreduce_op=mean" "2 gradient_allreduce_op=sum" "4 gradient_allreduce_op=sum sequence_parallel_size=2" "4 gradient_allreduce_op=sum tensor_model_parallel_size=2"; do
+        n=$((n + 1))
+        timeout 60 mpirun -n ${layout%% *} "$binary" -c config.json run.steps=1 ${layout#* } run.output_dir=run_$n >out 2>err </dev/null || { fail "$layout: $(tail -n 3 err)"; return; }
+        expect "$layout: twice the mean on two data-parallel ranks" python3 - "run_$n" <<'PY'
+import json, sys
+norm = lambda folder: [r for r in map(json.loads, open(f"{folder}/log.jsonl")) if "grad_norm" in r][0]["grad_norm"]
+wanted = norm("run_1") * (1 if sys.argv[1] == "run_1" else 2)
+assert abs(norm(sys.argv[1]) - wanted) < 1e-4 * wanted, (norm(sys.argv[1]), wanted)
+PY
+    done
+}
+
 # Two stages go half the way, one rank goes on: the curve of one rank that goes all of it. Samples and evaluations on the way.
 row_pipeline() {
     need_mpirun || return

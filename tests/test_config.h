@@ -679,6 +679,8 @@ static void test_combinations(Test *t) {
         {"{" MICRO ", \"pipeline_schedule\": \"DualPipe\"}", "", 4, "pipeline_schedule", "", "", "give one of 1F1B, GPipe, Interleaved, ZB-H1, ZB-V"},
         // C25, C26, C27
         {ZERO("\"stage\": 1"), "", 1, "", "", "zero_optimization.stage", "there is nothing to shard"},
+        {ZERO("\"stage\": 1"), "communication_data_type=fp16|sequence_parallel_size=2", 2, "", "", "communication_data_type", "without a loss scale"}, // its ranks share weights, and add gradients
+        {ZERO("\"stage\": 1"), "communication_data_type=fp16|tensor_model_parallel_size=2", 2, "", "", "zero_optimization.stage communication_data_type", "has no effect with one data-parallel rank"},
         {ZERO("\"stage\": 2, \"stage3_max_live_parameters\": 5, \"max_reuse_distance\": 6"), "", 2, "", "", "zero_optimization.stage3_max_live_parameters zero_optimization.max_reuse_distance", "has no effect below zero_optimization.stage 3"},
         {"{" MICRO ", \"scheduler\": {\"type\": \"WarmupDecayLR\", \"params\": {\"warmup_num_steps\": 10, \"total_num_steps\": 500}}}", "run.steps=100", 1, "", "", "scheduler.params.total_num_steps", "differs from train_gpt.run.steps = 100"},
         {"{" MICRO ", \"scheduler\": {\"type\": \"WarmupDecayLR\", \"params\": {\"warmup_num_steps\": 10, \"total_num_steps\": 10}}}", "", 1, "", "", "scheduler.params.total_num_steps", "is not more than warmup_num_steps"},
