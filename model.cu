@@ -10,8 +10,9 @@
 // must never include either. Where a unit needs what other ranks compute, a pair of tensor_parallel.cu is named, which is the
 // identity when there are none.
 //
-// To add an architecture that recombines known parts: a row in arch_specs. With a new part: an enum value, its rows in
-// model_build_table and act_descs, and its branch in the block. Read next: zero.cu.
+// To add an architecture: a row in arch_specs, which model_arch has to choose. With a new part: an enum value, its rows in
+// model_build_table and act_descs, and its branch in the block and the head, which take for granted what has one kind only;
+// and what the files of others call it (huggingface*.cu). Read next: zero.cu.
 #pragma once
 #include "dsconfig.h"
 #include "tensor_parallel.cu"
