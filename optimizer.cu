@@ -296,7 +296,8 @@ static void optimizer_decide(Optimizer *o, Zero *z, const RankState *state, Rank
         o->shards[n] = zero_counted(z, u);
         n += tensor_numel(o->shards[n]) > 0;
     }
-    sum_squares_to_double(&o->sums[SUM_SQUARES], o->shards, n, false, z->stream);
+    if (n > 0) sum_squares_to_double(&o->sums[SUM_SQUARES], o->shards, n, false, z->stream);
+    else device_memset(&o->sums[SUM_SQUARES], 0, sizeof(double), z->stream); // all that this rank holds is counted by others; the last update's sum is there
     o->host_sums[SUM_STOP] = wishes.stop;
     o->host_sums[SUM_SAVE] = wishes.save;
     o->host_sums[SUM_WRITTEN] = wishes.written;

@@ -122,6 +122,24 @@ PY
     done
 }
 
+# A model so narrow that all of a rank's shard is the same on the other ranks of tensor parallelism, which count it: it adds nothing to the norm.
+row_rank_that_counts_nothing() {
+    need_mpirun || return
+    local common=(-c config.json model.n_embd=4 model.n_head=2 model.n_positions=128 run.steps=4 gradient_clipping=0.1)
+    run_expect 0 "${common[@]}" || return
+    timeout 60 mpirun -n 4 "$binary" "${common[@]}" tensor_model_parallel_size=2 zero_optimization.stage=1 run.output_dir=shared >out 2>err </dev/null
+    equal "mpirun's exit code" $? 0
+    python3 - <<'PY' >verdict 2>&1
+import json
+one, four = ([(r["loss"], r["grad_norm"]) for r in map(json.loads, open(f"{d}/log.jsonl")) if "grad_norm" in r] for d in ("out_dir", "shared"))
+assert len(one) == len(four) == 4, (one, four)
+for a, b in zip(one, four):
+    for x, y in zip(a, b): assert abs(x - y) < 1e-4 * x, (one, four)
+print("good")
+PY
+    equal "losses and norms of one rank" "$(tail -n 1 verdict)" good
+}
+
 # Two stages go half the way, one rank goes on: the curve of one rank that goes all of it. Samples and evaluations on the way.
 row_pipeline() {
     need_mpirun || return

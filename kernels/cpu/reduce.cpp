@@ -43,6 +43,7 @@ void sum_to_double(double *out, Tensor x, bool accumulate, Stream stream) {
 
 void sum_squares_to_double(double *out, const Tensor *x, int n, bool accumulate, Stream stream) {
     KERNEL_WRITES(stream, out);
+    CHECK(n >= 1, "squares of %d tensors", n);
     for (int k = 0; k < n; k++) {
         Tensor t = x[k];
         KERNEL_READS(stream, t);
