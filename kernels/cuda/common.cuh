@@ -226,3 +226,14 @@ __device__ static inline float warp_sum(float x) {
     for (int offset = 16; offset > 0; offset >>= 1) x += __shfl_xor_sync(0xffffffffu, x, offset);
     return x;
 }
+
+// Lanes that differ in the bit `offset` add their 2 `half` values, and share the work and the sums: the lane without the bit has those of the lower
+// half then, in its first `half` values, and the other one those of the upper half.
+__device__ static inline void lanes_halve(float *x, int half, int offset) {
+    const bool upper = threadIdx.x & offset;
+#pragma unroll
+    for (int i = 0; i < half; i++) {
+        const float kept = upper ? x[i + half] : x[i], given = upper ? x[i] : x[i + half];
+        x[i] = kept + __shfl_xor_sync(0xffffffffu, given, offset);
+    }
+}

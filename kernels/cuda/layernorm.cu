@@ -127,14 +127,7 @@ enum { SUM_DW, SUM_DB, SUM_DRESIDUAL, SUM_DX };
 template <int N> __device__ static inline float warp_sums(float (&v)[N]) {
     int offset = 16;
 #pragma unroll
-    for (int half = N / 2; half > 0; half /= 2, offset /= 2) {
-        const bool upper = threadIdx.x & offset;
-#pragma unroll
-        for (int k = 0; k < half; k++) {
-            const float kept = upper ? v[k + half] : v[k], given = upper ? v[k] : v[k + half];
-            v[k] = kept + __shfl_xor_sync(0xffffffffu, given, offset);
-        }
-    }
+    for (int half = N / 2; half > 0; half /= 2, offset /= 2) lanes_halve(v, half, offset);
 #pragma unroll
     for (; offset > 0; offset /= 2) v[0] += __shfl_xor_sync(0xffffffffu, v[0], offset);
     return v[0];

@@ -102,16 +102,11 @@ __device__ static inline void matmul_produce(MatmulShared &sh, const CUtensorMap
 // The consumers
 
 // Adds over the eight lanes that have the same columns, N values each, and leaves each lane with an eighth of the sums: those from
-// lane / 16 % 2 * N/8 + lane / 8 % 2 * N/4 + lane / 4 % 2 * N/2 on are in its first N / 8. In each step two lanes share the work: one keeps the lower
-// half, the other the upper one.
-template <int N, int LANES = 4> __device__ static inline void columns_sum(float *x, int lane) {
-    const bool upper = lane & LANES;
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-        const float keep = upper ? x[i + N / 2] : x[i], give = upper ? x[i] : x[i + N / 2];
-        x[i] = keep + __shfl_xor_sync(0xffffffffu, give, LANES);
-    }
-    if constexpr (LANES < 16) columns_sum<N / 2, 2 * LANES>(x, lane);
+// lane / 16 % 2 * N/8 + lane / 8 % 2 * N/4 + lane / 4 % 2 * N/2 on are in its first N / 8.
+template <int N> __device__ static inline void columns_sum(float (&x)[N]) {
+    lanes_halve(x, N / 2, 4);
+    lanes_halve(x, N / 4, 8);
+    lanes_halve(x, N / 8, 16);
 }
 
 template <typename T> __device__ static inline float2 unpack2(uint32_t two) {
@@ -181,7 +176,7 @@ __device__ static inline void finish_piece(const float *d, const T *bias, int co
 // The sums over a tile's rows, of four warps: to partial[row of tiles][N], always added in the same order.
 __device__ static inline void store_sums(MatmulShared &sh, float (&sums)[TILE_N / 4], float *partial, int group, int warp, int lane, int thread, int n0, int N) {
     constexpr int MINE = TILE_N / 4 / 8;
-    columns_sum<TILE_N / 4>(sums, lane);
+    columns_sum(sums);
     const int block = (lane / 16 % 2 * MINE + lane / 8 % 2 * 2 * MINE + lane / 4 % 2 * 4 * MINE) / 2; // of 8 columns, of which a lane has two beside each other
     float(&both)[2][TILE_N] = sh.sums[group];
     float2 *const slot = (float2 *)both[warp % 2] + 4 * block + lane % 4;
