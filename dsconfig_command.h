@@ -152,11 +152,11 @@ static void config_fit_device(Config *c, int capability) {
     note("precision \"auto\": fp16, because this GPU has compute capability %d.%d, and bf16 needs 8.0", capability / 10, capability % 10);
 }
 
-// Refuses a model that is too wide for the device to train. most: layernorm_backward_channels_max().
-static void config_fit_channels(const Config *c, int64_t most) {
+// Refuses a model that is too wide for the device to train, or, where it is not known, for any. most: layernorm_backward_channels_max(any).
+static void config_fit_channels(const Config *c, int64_t most, bool any) {
     if (c->model.n_embd <= most) return;
-    die_alike(EXIT_CONFIG, "train_gpt.model.n_embd = %" PRId64 ": LayerNorm's backward pass takes at most %" PRId64 " channels on this GPU, whose blocks have no more shared memory; lower n_embd, or train on a GPU whose blocks have more (16384 channels are the most on any)",
-              c->model.n_embd, most);
+    die_alike(EXIT_CONFIG, "train_gpt.model.n_embd = %" PRId64 ": LayerNorm's backward pass takes at most %" PRId64 " channels on %s", c->model.n_embd, most,
+              any ? "any GPU; lower n_embd" : "this GPU, whose blocks have no more shared memory; lower n_embd, or train on a GPU whose blocks have more (16384 channels are the most on any)");
 }
 
 static bool config_read_int(const char *text, int64_t low, int64_t high, int64_t *value) { // plain digits

@@ -347,7 +347,11 @@ static int plan_print(Config *first) {
     bool present = first->device_memory == 0 && device_probe(0, &device);
     double room = first->device_memory > 0 ? first->device_memory * gib : present ? (double)device.memory_bytes : 0;
     Plan *plan = (Plan *)host_alloc(sizeof(Plan) * (size_t)worlds);
-    for (Config *c = first; c; c = c->next_world) if (!c->refused) plan_open(&plan[n++], c);
+    for (Config *c = first; c; c = c->next_world) {
+        if (c->refused) continue;
+        config_fit_channels(c, layernorm_backward_channels_max(!present), !present);
+        plan_open(&plan[n++], c);
+    }
     MemoryUse largest;
     plan_fullest(&plan[0], &largest, NULL);
     PlanTable table = {memory_total(&largest) >= 1e9 ? gib : mib, fmax(0, room - (double)PLAN_OTHERS_BYTES), first->host_memory * gib, plan_uses_host(first)};

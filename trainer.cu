@@ -357,7 +357,7 @@ static void trainer_init(Trainer *t, Config *cfg, CommWorld world) {
     if (!reads) trainer_open_data(t); // what the data cannot give is said before memory is taken and the fastest products are searched for
     device_init(world.local_rank);
     config_fit_device(cfg, device_info().compute_capability);
-    if (!reads) config_fit_channels(cfg, layernorm_backward_channels_max());
+    if (!reads) config_fit_channels(cfg, layernorm_backward_channels_max(false), false);
     trainer_build(t, !reads, reads ? 1 : cfg->batch.train_micro_batch_size_per_gpu);
     t->config_digest = config_digest(cfg);
     t->config_text = config_text(cfg);

@@ -44,8 +44,9 @@ void residual_layernorm_forward(Tensor residual, Tensor out, Tensor mean, Tensor
 // With n = (x - mean) * rstd and g = dout * w:  dx = dresidual + rstd * (g - mean_C(g) - n * mean_C(g * n));
 // dw (+)= sum_N dout * n;  db (+)= sum_N dout;  sum_dresidual (+)= sum_N dresidual;  sum_dx (+)= sum_N dx.   dresidual act (N,C),
 // optional, may alias dx. dw, db, sum_dresidual, sum_dx grad (C), alike, the latter two optional: the gradients of biases whose outputs
-// went into the residual sum. C is at most layernorm_backward_channels_max(): on a GPU up to 16,384, as a block's shared memory holds sums of them.
-int64_t layernorm_backward_channels_max(void);
+// went into the residual sum. C is at most layernorm_backward_channels_max(false): on a GPU up to 16,384, as a block's shared memory holds sums of
+// them. With any = true it is the most that any GPU takes, for which none need be there.
+int64_t layernorm_backward_channels_max(bool any);
 void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor sum_dresidual, Tensor sum_dx, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd,
                         Tensor dresidual, bool accumulate, Stream stream);
 

@@ -227,6 +227,17 @@ row_plan() {
     refuses 2 -c config.json --plan 1,2 run.stepz=1
 }
 
+# A plan for GPUs knows what they do not train, whether one is here or not.
+row_plan_of_a_wide_model() {
+    local gpu=(-c config.json --plan 8 model.n_head=160 zero_optimization.stage=3 train_batch_size=8 train_micro_batch_size_per_gpu=1)
+    if [[ $(ldd "$binary") != *libcud* ]]; then skip "the CPU takes any width"; return; fi
+    refuses 2 "${gpu[@]}" model.n_embd=20480
+    says "train_gpt.model.n_embd = 20480: LayerNorm's backward pass takes at most "
+    refuses 2 "${gpu[@]}" model.n_embd=20480 --device-memory 140
+    says "train_gpt.model.n_embd = 20480: LayerNorm's backward pass takes at most 16384 channels on any GPU; lower n_embd"
+    run_expect 0 "${gpu[@]}" model.n_embd=10240 --device-memory 140
+}
+
 row_too_large_for_memory() {
     refuses 2 -c config.json model.n_layer=1000 model.n_embd=8192
     says "out of memory: a rank needs 1"

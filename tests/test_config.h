@@ -1376,7 +1376,7 @@ static void test_old_gpu(Test *t) {
 static void wide_model_child(void *arg) {
     Config c = {};
     c.model.n_embd = *(int64_t *)arg;
-    config_fit_channels(&c, 12544);
+    config_fit_channels(&c, 12544, c.model.n_embd > 16384);
     fprintf(stderr, "fits\n");
 }
 
@@ -1384,6 +1384,8 @@ static void test_wide_model(Test *t) {
     char text[DIES_TEXT_BYTES];
     int64_t width = 12552;
     expect_dies(t, EXIT_CONFIG, "train_gpt.model.n_embd = 12552: LayerNorm's backward pass takes at most 12544 channels on this GPU", wide_model_child, &width);
+    width = 16392;
+    expect_dies(t, EXIT_CONFIG, "channels on any GPU; lower n_embd", wide_model_child, &width);
     width = 12544;
     expect_equal_i64(t, "the widest model", run_in_child(wide_model_child, &width, text), -1);
     expect_contains(t, "the widest model", text, "fits");

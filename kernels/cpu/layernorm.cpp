@@ -95,7 +95,7 @@ static void backward_row(float *dx, double *__restrict sums, const float *dout, 
     }
 }
 
-int64_t layernorm_backward_channels_max(void) { return INT64_MAX; }
+int64_t layernorm_backward_channels_max(bool) { return INT64_MAX; }
 
 void layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor sum_dresidual, Tensor sum_dx, Tensor dout, Tensor x, Tensor w, Tensor mean, Tensor rstd,
                         Tensor dresidual, bool accumulate, Stream stream) {

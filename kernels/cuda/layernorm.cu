@@ -280,7 +280,10 @@ layernorm_backward_kernel(T *dx, float *partial, const T *dout, const T *x, cons
 static int64_t shared_budget(int rows) { return shared_bytes_max() - 2 * 2 * rows * TEAM_WARPS_MAX * (int64_t)sizeof(float4); }
 
 // One team's two sums of each column must fit.
-int64_t cuda::layernorm_backward_channels_max(void) { return min_i64(TEAM_MAX * OWN_COLUMNS_MAX, shared_budget(1) / (2 * (int64_t)sizeof(float))); }
+int64_t cuda::layernorm_backward_channels_max(bool any) {
+    const int64_t most = TEAM_MAX * OWN_COLUMNS_MAX;
+    return any ? most : min_i64(most, shared_budget(1) / (2 * (int64_t)sizeof(float)));
+}
 
 // out: where each of the SUMS goes, those that are given. OWN: columns of a thread.
 template <typename T, int W, int OWN, int ROWS, int SUMS>
@@ -331,7 +334,7 @@ void cuda::layernorm_backward(Tensor dx, Tensor dw, Tensor db, Tensor sum_dresid
     const bool more = sum_dresidual.data || sum_dx.data;
     const bool aligned = C * dtype_bytes(x.dtype) % 16 == 0 && is_aligned(dx.data, 16) && is_aligned(dout.data, 16) && is_aligned(x.data, 16) &&
                          is_aligned(w.data, 16) && is_aligned(dresidual.data, 16);
-    CHECK(C <= cuda::layernorm_backward_channels_max(), "layernorm_backward: %" PRId64 " channels, of at most %" PRId64, C, cuda::layernorm_backward_channels_max());
+    CHECK(C <= cuda::layernorm_backward_channels_max(false), "layernorm_backward: %" PRId64 " channels, of at most %" PRId64, C, cuda::layernorm_backward_channels_max(false));
     CHECK(rows <= 1 << 30, "layernorm_backward: %" PRId64 " rows, of at most %d", rows, 1 << 30); // numbers of rows are ints, STEPS_AHEAD beyond the end too
     FLOATX_SWITCH(x.dtype, WIDTH_SWITCH(aligned, vec_width<floatX>(), {
         auto launch = more ? layernorm_backward_by_width<floatX, W, 4> : layernorm_backward_by_width<floatX, W, 2>;
