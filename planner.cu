@@ -136,7 +136,7 @@ static ZeroLayout plan_zero(const Config *cfg, const Model *m, ProcessGrid grid,
 }
 
 // Scratch of the kernels on the compute stream.
-static int64_t plan_scratch_bytes(const Model *m, int64_t B, int64_t T) { return scratch_bytes(B * T / m->sp.size, m->C, B, T, block_heads(m), m->C / m->NH); }
+static int64_t plan_scratch_bytes(const Model *m, int64_t B, int64_t T) { return scratch_bytes(B * T / m->sp.size, m->C, m->F / m->tp.size, B, T, block_heads(m), m->C / m->NH); }
 
 // What device_malloc will have given to rank grid.rank at its peak. cfg and m are resolved; B: samples of a micro-batch;
 // with_backward: to train. *host, unless null: what the rank will have of host memory for what lies there.

@@ -160,9 +160,9 @@ void lion_update(const UpdateRange *r, int ranges, LionArgs args, const UpdateCo
 void sgd_update(const UpdateRange *r, int ranges, SgdArgs args, const UpdateControl *control, Stream stream);
 
 // Device memory, in bytes, that the kernels above keep for themselves when a model of these sizes trains: scratch of one stream.
-// `rows` of C channels; attention of NH heads of HS over B samples of T tokens.
+// `rows` of C channels, and of F between the two layers of an MLP; attention of NH heads of HS over B samples of T tokens.
 // At most; a kernel that wants more than it did is wrong here. Needs no device.
-int64_t scratch_bytes(int64_t rows, int64_t C, int64_t B, int64_t T, int64_t NH, int64_t HS);
+int64_t scratch_bytes(int64_t rows, int64_t C, int64_t F, int64_t B, int64_t T, int64_t NH, int64_t HS);
 
 // Takes that much scratch now, so that it does not grow later: to give back the smaller piece would wait for the whole device.
 void scratch_reserve(int64_t bytes, Stream stream);

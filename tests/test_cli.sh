@@ -227,7 +227,7 @@ row_plan() {
     refuses 2 -c config.json --plan 1,2 run.stepz=1
 }
 
-# A plan for GPUs knows what they do not train, whether one is here or not.
+# A plan for GPUs knows what they do not train, and what sums of a very wide inner layer take, whether one is here or not.
 row_plan_of_a_wide_model() {
     local gpu=(-c config.json --plan 8 model.n_head=160 zero_optimization.stage=3 train_batch_size=8 train_micro_batch_size_per_gpu=1)
     if [[ $(ldd "$binary") != *libcud* ]]; then skip "the CPU takes any width"; return; fi
@@ -236,6 +236,8 @@ row_plan_of_a_wide_model() {
     refuses 2 "${gpu[@]}" model.n_embd=20480 --device-memory 140
     says "train_gpt.model.n_embd = 20480: LayerNorm's backward pass takes at most 16384 channels on any GPU; lower n_embd"
     run_expect 0 "${gpu[@]}" model.n_embd=10240 --device-memory 140
+    run_expect 0 -c config.json --plan 1 bf16.enabled=true model.n_embd=64 model.n_inner=131072 train_batch_size=512 --device-memory 140
+    equal "GiB of scratch: 4 bytes for each of 131072 columns and 128 of 16384 rows" "$(awk '/GiB of memory a rank/ {getline; getline; print $11}' out)" 0.06
 }
 
 row_too_large_for_memory() {

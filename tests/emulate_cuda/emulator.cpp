@@ -339,6 +339,6 @@ void cuda::attention_forward(Tensor out, Tensor lse, Tensor qkv, int NH, int64_t
 void cuda::attention_backward(Tensor dqkv, Tensor dout, Tensor qkv, Tensor out, Tensor lse, int NH, int64_t window, bool deterministic, Stream stream) {
     cpu::attention_backward(dqkv, dout, qkv, out, lse, NH, window, deterministic, stream);
 }
-int64_t cuda::scratch_bytes(int64_t rows, int64_t C, int64_t B, int64_t T, int64_t NH, int64_t HS) { return cpu::scratch_bytes(rows, C, B, T, NH, HS); }
+int64_t cuda::scratch_bytes(int64_t rows, int64_t C, int64_t F, int64_t B, int64_t T, int64_t NH, int64_t HS) { return cpu::scratch_bytes(rows, C, F, B, T, NH, HS); }
 void cuda::scratch_reserve(int64_t, Stream) {}
 void cuda::scratch_release(Stream) {}
