@@ -151,8 +151,10 @@ static bool holds_checkpoints(const char *dir) {
 static const char *trainer_load_dir(const Config *cfg, char *room, size_t size) {
     const char *given = cfg->load_dir[0] ? cfg->load_dir : cfg->checkpoint.load_path;
     if (!given[0]) return trainer_save_dir(cfg, room, size);
+    char renamed[CHECKPOINT_NAME_MAX];
     snprintf(room, size, "%s/checkpoints", given);
-    return !holds_checkpoints(given) && holds_checkpoints(room) ? room : given;
+    checkpoint_renamed(room, renamed);
+    return !holds_checkpoints(given) && (holds_checkpoints(room) || renamed[0]) ? room : given;
 }
 
 static void trainer_open_data(Trainer *t) {

@@ -1123,6 +1123,9 @@ row_renamed_checkpoint() {
     says "error: --load_dir = out_dir/checkpoints: no checkpoint in this folder is named by its step; name the one that is meant, such as --load_tag best"
     run_expect 66 -c config.json checkpoint.load_path=out_dir/checkpoints run.output_dir=other
     says "error: checkpoint.load_path = out_dir/checkpoints: no checkpoint in this folder is named by its step"
+    run_expect 66 -c config.json --load_dir out_dir
+    says "error: --load_dir = out_dir/checkpoints: no checkpoint in this folder is named by its step; name the one that is meant, such as --load_tag best"
+    run_expect 0 -c config.json --load_dir out_dir --load_tag best --generate line
     run_expect 66 -c config.json --load_tag worst
     says "checkpoint out_dir/checkpoints/worst: is missing; there are: best"
     run_expect 0 -c config.json run.steps=4 --load_tag best || return
