@@ -294,6 +294,7 @@ int main(int argc, char **argv) {
     cores_take_share(world);
     Config *cfg = config_load(argc, argv); // JSON to structs, or the list of what is wrong and exit 2; null after --help and the like
     if (!cfg || cfg->plan) {
+        watch_disarm();
         int code = cfg ? plan_print(cfg) : EXIT_OK;
         config_free(cfg);
         comm_finish(); // or mpirun would take this for a crash

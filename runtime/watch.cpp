@@ -420,6 +420,8 @@ static void begin(double start_s) {
 
 void watch_arm(double start_s) { begin(start_s); }
 
+void watch_disarm(void) { if (w.stage == STAGE_ARMED) STORE(w.deadline_ns, INT64_MAX / 2); }
+
 void watch_prepare(const WatchJob *job, WatchAddress *address) {
     begin(job->limits.start_s);
     CHECK(w.stage == STAGE_ARMED, "watch_prepare in stage %d", w.stage);

@@ -65,6 +65,8 @@ WatchLimits watch_default_limits(double ceiling_s);
 
 // From now on: crash handlers, and a verdict when watch_start is not reached within start_s.
 void watch_arm(double start_s);
+// No ranks are to come together after all, as for a plan, which takes as long as it takes: watch_start is not waited for.
+void watch_disarm(void);
 // Rank 0 opens a port and fills *address; on the others nothing but memory is got ready.
 void watch_prepare(const WatchJob *job, WatchAddress *address);
 // Connects, returns when all are in; leaves naming the missing ranks otherwise. With one rank there is no network: the

@@ -355,7 +355,9 @@ missing_rank() {
     spawn absent ranks=4 target=2 late_ms=20000 start=2
     spawn hub ranks=4 target=0 late_ms=20000 start=2
     spawn twice ranks=4 target=2 claim=1
-    collect absent hub twice
+    spawn plan ranks=2 fault=disarmed start=0.5 # starts no job: nobody is missing
+    collect absent hub twice plan
+    codes plan 0,0
     codes absent 75,75,75,75
     says absent "error: rank 2 has not come within 2.0 s"
     codes hub 75,75,75,75

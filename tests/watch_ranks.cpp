@@ -162,6 +162,11 @@ static int run_rank(void) {
     const char *mpi_rank = getenv("OMPI_COMM_WORLD_RANK");
     if (is(o.fault, "before_init") && mpi_rank && atoi(mpi_rank) == o.target) sleep_ms(100000);
     watch_arm(o.start);
+    if (is(o.fault, "disarmed")) {
+        watch_disarm();
+        sleep_ms((int)(3e3 * o.start));
+        _exit(EXIT_OK);
+    }
 #ifdef WITH_MPI
     if (!shared) {
         MPI_Init(NULL, NULL);
