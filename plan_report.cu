@@ -15,20 +15,20 @@ static bool plan_uses_host(const Config *cfg) { return cfg->zero.offload_optimiz
 // Memory
 
 typedef struct {
-    double unit, room;   // bytes of the unit that is printed; of the device that may be used, 0 if that is not known
+    double unit, room;   // bytes of the unit that is printed; of the device that may be used, -1 if that is not known
     double host_room;    // of the host for all ranks on it, 0 if that is not limited
     bool host;           // there is a column for host memory
 } PlanTable;
 
 static void print_memory(const PlanTable *table, const Config *cfg, const MemoryUse *use, const MemoryUse *host) {
     const double total = (double)memory_total(use), together = plan_host_together(cfg, (double)memory_total(host)), room = table->room;
-    const bool lacks_device = room > 0 && total > room, lacks_host = table->host && table->host_room > 0 && together > table->host_room;
+    const bool lacks_device = room >= 0 && total > room, lacks_host = table->host && table->host_room > 0 && together > table->host_room;
     for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.2f", (double)use->bytes[k] / table->unit);
     printf(" %10.2f", total / table->unit);
     if (table->host) printf(" %10.2f", (double)memory_total(host) / table->unit);
     if (lacks_device) printf("  %.2f too much", (total - room) / table->unit);
     if (lacks_host) printf("%s %.2f too much for the host", lacks_device ? "," : " ", (together - table->host_room) / table->unit);
-    if (room > 0 && !lacks_device && !lacks_host) printf("  fits");
+    if (room >= 0 && !lacks_device && !lacks_host) printf("  fits");
     putchar('\n');
 }
 
@@ -37,7 +37,7 @@ static void print_memory_header(const PlanTable *table) {
     for (int k = 0; k < MEMORY_KINDS; k++) printf(" %10.10s", k == MEMORY_OPTIMIZER_STATES ? "states" : k == MEMORY_ACTIVATIONS ? "activat." : memory_names[k]);
     printf(" %10s", "total");
     if (table->host) printf(" %10s", "host");
-    if (table->room > 0) printf("  of %.2f", table->room / table->unit);
+    if (table->room >= 0) printf("  of %.2f", table->room / table->unit);
     putchar('\n');
 }
 
@@ -304,7 +304,7 @@ static void print_proposals(const Plan *p, const PlanTable *table) {
     const double unit = table->unit;
     MemoryUse use, host;
     plan_fullest(p, &use, &host);
-    if (table->room <= 0 || ((double)memory_total(&use) <= table->room && (table->host_room <= 0 || plan_host_together(p->cfg, (double)memory_total(&host)) <= table->host_room))) return;
+    if (table->room < 0 || ((double)memory_total(&use) <= table->room && (table->host_room <= 0 || plan_host_together(p->cfg, (double)memory_total(&host)) <= table->host_room))) return;
     Proposals all = proposals_make(p->cfg, table);
     if (all.n) printf("what would fit on %" PRId64 " ranks, the fastest by estimate first\n", p->cfg->world);
     else printf("nothing was found that fits on %" PRId64 " ranks: take more of them, or a smaller model; what needs least is\n", p->cfg->world);
@@ -345,7 +345,7 @@ static int plan_print(Config *first) {
     if (message_rank > 0) return refused ? EXIT_CONFIG : EXIT_OK;
     DeviceInfo device;
     bool present = first->device_memory == 0 && device_probe(0, &device);
-    double room = first->device_memory > 0 ? first->device_memory * gib : present ? (double)device.memory_bytes : 0;
+    double room = first->device_memory > 0 ? first->device_memory * gib : present ? (double)device.memory_bytes : -1;
     Plan *plan = (Plan *)host_alloc(sizeof(Plan) * (size_t)worlds);
     for (Config *c = first; c; c = c->next_world) {
         if (c->refused) continue;
@@ -354,9 +354,9 @@ static int plan_print(Config *first) {
     }
     MemoryUse largest;
     plan_fullest(&plan[0], &largest, NULL);
-    PlanTable table = {memory_total(&largest) >= 1e9 ? gib : mib, fmax(0, room - (double)PLAN_OTHERS_BYTES), first->host_memory * gib, plan_uses_host(first)};
+    PlanTable table = {memory_total(&largest) >= 1e9 ? gib : mib, room < 0 ? room : fmax(0, room - (double)PLAN_OTHERS_BYTES), first->host_memory * gib, plan_uses_host(first)};
     print_plan_header(first, present ? &device : NULL);
-    if (table.room > 0 && PLAN_OTHERS_BYTES > 0) printf("%.1f GiB of the device are left to its context and libraries\n", (double)PLAN_OTHERS_BYTES / gib);
+    if (table.room >= 0 && PLAN_OTHERS_BYTES > 0) printf("%.1f GiB of the device are left to its context and libraries\n", (double)PLAN_OTHERS_BYTES / gib);
     print_memory_header(&table);
     int i = 0;
     for (Config *c = first; c; c = c->next_world)
