@@ -85,7 +85,9 @@ static Config *combination_config(const Combination *l, GridAxes a) {
     Config *c = tiny_config();
     c->model.n_layer = 8;
     const PipelineSchedule schedule = combination_schedules[l->level[FACTOR_SCHEDULE]];
-    c->model.n_head = 8, c->model.n_embd = 32, c->model.n_inner = schedule == PIPELINE_ZB_H1 || schedule == PIPELINE_ZB_V ? 128 : 48; // 128: pending gradients have room in the MLP's inner layer
+    const int64_t channels = KERNELS_ON_GPU ? 8 : 4; // of a head
+    c->model.n_head = 8, c->model.n_embd = 8 * channels;
+    c->model.n_inner = schedule == PIPELINE_ZB_H1 || schedule == PIPELINE_ZB_V ? 4 * c->model.n_embd : 12 * channels; // 4: pending gradients have room in the MLP's inner layer
     c->model.vocab_size = 131;
     c->model.tie_word_embeddings = l->level[FACTOR_TIED];
     c->run.seq_len = 16;

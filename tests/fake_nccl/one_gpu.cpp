@@ -8,7 +8,7 @@
 //     stream of the call    copy to the host, event              wait for number n, copy to the device
 //     communicator's thread                    event, exchange, n
 //
-// A send waits for nobody. In a group (ncclGroupStart) sends go before receives, as all of a group's work goes on together.
+// Sends have a thread of their own and wait for nobody, so a group (ncclGroupStart), whose work goes on together, needs nothing more.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <nccl.h>
@@ -19,10 +19,10 @@
 // The driver's cuStreamWaitValue32, found at run time; 0: until the value is at least so much.
 typedef int (*StreamWait)(cudaStream_t stream, unsigned long long address, uint32_t value, unsigned flags);
 
-enum { BUFFERS_MAX = 4096 };
+// ARENA_BYTES are taken at the start: to take or give back pinned memory may wait for the whole device, also for streams that wait for other ranks.
+enum { BUFFERS_MAX = 4096, ARENA_BYTES = 256 << 20 };
 
-// Host memory for what an operation moves. It is never given back: that would wait for the whole device, also for streams that wait for other
-// ranks.
+// Host memory for what an operation moves, used again but never given back.
 typedef struct {
     char *data;
     size_t bytes;
@@ -32,35 +32,44 @@ typedef struct {
 
 typedef struct Job {
     Collective c;
-    bool sends;        // a message to c.call.root
-    Buffer *out, *in;  // what leaves and what arrives; null: nothing
-    uint32_t number;   // for the stream to wait for; 0: it does not
+    Buffer *out, *in; // what leaves and what arrives; null: nothing
+    uint32_t number;  // for the stream to wait for; 0: it does not
     struct Job *next;
 } Job;
 
-struct ncclComm {
-    Members members;
-    int state;                   // an ncclResult_t
-    uint32_t calls, *done;       // numbers given; the last one that is done, in pinned memory
-    Job *first, *last;           // not yet begun
-    bool ends;
+// Jobs for a thread, in order.
+typedef struct {
+    ncclComm *comm;
+    Job *first, *last; // not yet begun
+    bool sends, ends;
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t news;
+} Queue;
+
+struct ncclComm {
+    Members members;
+    int state;             // an ncclResult_t
+    uint32_t calls, *done; // numbers given; the last one that is done, in pinned memory
+    Queue queue[2];        // of sends; of all else
 };
 
-typedef struct {
-    ncclComm *comm;
-    Job *job;
-} Pending;
-
 static Buffer buffers[BUFFERS_MAX];
-static int n_buffers, group_depth, n_pending;
-static Pending pending[BUFFERS_MAX];
+static int n_buffers;
+static char *arena;
+static size_t arena_used;
 
-static Buffer *buffer_get(size_t bytes) {
+static char *pinned(size_t bytes) {
+    char *p = NULL;
+    cudaCheck(cudaHostAlloc((void **)&p, bytes, cudaHostAllocPortable));
+    return p;
+}
+
+static Buffer *buffer_get(size_t wanted) {
+    size_t bytes = 256;
+    while (bytes < wanted) bytes *= 2;
     for (int i = 0; i < n_buffers; i++)
-        if (buffers[i].bytes >= bytes && buffers[i].bytes <= 4 * bytes && !__atomic_load_n(&buffers[i].busy, __ATOMIC_ACQUIRE) && cudaEventQuery(buffers[i].passed) == cudaSuccess) {
+        if (buffers[i].bytes == bytes && !__atomic_load_n(&buffers[i].busy, __ATOMIC_ACQUIRE) && cudaEventQuery(buffers[i].passed) == cudaSuccess) {
             buffers[i].busy = 1;
             return &buffers[i];
         }
@@ -69,21 +78,22 @@ static Buffer *buffer_get(size_t bytes) {
     Buffer *b = &buffers[n_buffers++];
     b->bytes = bytes;
     b->busy = 1;
-    cudaCheck(cudaHostAlloc((void **)&b->data, bytes, cudaHostAllocPortable));
+    b->data = arena_used + bytes <= ARENA_BYTES ? arena + arena_used : pinned(bytes);
+    if (b->data == arena + arena_used) arena_used += bytes;
     cudaCheck(cudaEventCreateWithFlags(&b->passed, cudaEventDisableTiming));
     return b;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The communicator's thread
+// The communicator's threads
 
-static void job_run(ncclComm *comm, Job *j) {
+static void job_run(ncclComm *comm, bool sends, Job *j) {
     Collective c = j->c;
     ncclResult_t result = ncclSuccess;
     if (j->out) cudaCheck(cudaEventSynchronize(j->out->passed));
     c.send = j->out ? j->out->data : NULL;
     c.receive = j->in ? j->in->data : NULL;
-    if (j->sends) message_send(&comm->members, c.send, c.call.n * type_bytes(c.call.type), c.call.root);
+    if (sends) message_send(&comm->members, c.send, c.call.n * type_bytes(c.call.type), c.call.root);
     else result = c.call.kind == RECEIVE ? message_receive(&c) : collective_run(&c);
     if (result != ncclSuccess) __atomic_store_n(&comm->state, (int)result, __ATOMIC_RELEASE);
     if (j->out) __atomic_store_n(&j->out->busy, 0, __ATOMIC_RELEASE);
@@ -91,32 +101,48 @@ static void job_run(ncclComm *comm, Job *j) {
     if (j->number) __atomic_store_n(comm->done, j->number, __ATOMIC_RELEASE);
 }
 
-static void *comm_work(void *arg) {
-    ncclComm *comm = (ncclComm *)arg;
-    pthread_mutex_lock(&comm->lock);
-    while (comm->first || !comm->ends) {
-        Job *j = comm->first;
+static void *queue_work(void *arg) {
+    Queue *q = (Queue *)arg;
+    pthread_mutex_lock(&q->lock);
+    while (q->first || !q->ends) {
+        Job *j = q->first;
         if (!j) {
-            pthread_cond_wait(&comm->news, &comm->lock);
+            pthread_cond_wait(&q->news, &q->lock);
             continue;
         }
-        comm->first = j->next;
-        pthread_mutex_unlock(&comm->lock);
-        job_run(comm, j);
+        q->first = j->next;
+        pthread_mutex_unlock(&q->lock);
+        job_run(q->comm, q->sends, j);
         free(j);
-        pthread_mutex_lock(&comm->lock);
+        pthread_mutex_lock(&q->lock);
     }
-    pthread_mutex_unlock(&comm->lock);
+    pthread_mutex_unlock(&q->lock);
     return NULL;
 }
 
-static void job_give(ncclComm *comm, Job *j) {
-    pthread_mutex_lock(&comm->lock);
-    if (comm->first) comm->last->next = j;
-    else comm->first = j;
-    comm->last = j;
-    pthread_cond_signal(&comm->news);
-    pthread_mutex_unlock(&comm->lock);
+static void queue_start(Queue *q, ncclComm *comm, bool sends) {
+    q->comm = comm;
+    q->sends = sends;
+    pthread_mutex_init(&q->lock, NULL);
+    pthread_cond_init(&q->news, NULL);
+    CHECK(pthread_create(&q->thread, NULL, queue_work, q) == 0, "no thread");
+}
+
+static void queue_add(Queue *q, Job *j) {
+    pthread_mutex_lock(&q->lock);
+    if (q->first) q->last->next = j;
+    else q->first = j;
+    q->last = j;
+    pthread_cond_signal(&q->news);
+    pthread_mutex_unlock(&q->lock);
+}
+
+static void queue_finish(Queue *q) {
+    pthread_mutex_lock(&q->lock);
+    q->ends = true;
+    pthread_cond_signal(&q->news);
+    pthread_mutex_unlock(&q->lock);
+    pthread_join(q->thread, NULL);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -136,24 +162,20 @@ static ncclResult_t begin(Kind kind, bool sends, const void *send, int out_parts
     if (__atomic_load_n(&comm->state, __ATOMIC_ACQUIRE) != ncclSuccess) return (ncclResult_t)comm->state;
     Job *j = (Job *)host_alloc(sizeof *j);
     j->c = {{kind, type, op, root, n}, &comm->members, NULL, NULL};
-    j->sends = sends;
-    if (out) {
-        j->out = buffer_get(out);
-        cudaCheck(cudaMemcpyAsync(j->out->data, send, out, cudaMemcpyDeviceToHost, stream));
-        cudaCheck(cudaEventRecord(j->out->passed, stream));
+    Buffer *const leaves = out ? buffer_get(out) : NULL, *const arrives = in ? buffer_get(in) : NULL;
+    const uint32_t number = arrives ? ++comm->calls : 0;
+    j->out = leaves;
+    j->in = arrives;
+    j->number = number;
+    if (leaves) {
+        cudaCheck(cudaMemcpyAsync(leaves->data, send, out, cudaMemcpyDeviceToHost, stream));
+        cudaCheck(cudaEventRecord(leaves->passed, stream));
     }
-    if (in) {
-        j->in = buffer_get(in);
-        j->number = ++comm->calls;
-        CHECK(stream_wait()(stream, (unsigned long long)(uintptr_t)comm->done, j->number, 0) == 0, "cuStreamWaitValue32");
-        cudaCheck(cudaMemcpyAsync(receive, j->in->data, in, cudaMemcpyHostToDevice, stream));
-        cudaCheck(cudaEventRecord(j->in->passed, stream));
-    }
-    CHECK(n_pending < BUFFERS_MAX, "%d operations in a group", n_pending);
-    pending[n_pending++] = {comm, j};
-    if (group_depth == 0) {
-        n_pending = 0;
-        job_give(comm, j);
+    queue_add(&comm->queue[!sends], j); // whose thread frees it
+    if (arrives) {
+        CHECK(stream_wait()(stream, (unsigned long long)(uintptr_t)comm->done, number, 0) == 0, "cuStreamWaitValue32");
+        cudaCheck(cudaMemcpyAsync(receive, arrives->data, in, cudaMemcpyHostToDevice, stream));
+        cudaCheck(cudaEventRecord(arrives->passed, stream));
     }
     return ncclSuccess;
 }
@@ -169,21 +191,8 @@ ncclResult_t ncclBroadcast(const void *s, void *r, size_t n, ncclDataType_t t, i
 ncclResult_t ncclRecv(void *r, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t st) { return begin(RECEIVE, false, NULL, 0, r, 1, n, t, 0, peer, c, st); }
 ncclResult_t ncclSend(const void *s, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t st) { return begin(RECEIVE, true, s, 1, NULL, 0, n, t, 0, peer, c, st); }
 
-ncclResult_t ncclGroupStart(void) {
-    group_depth++;
-    return ncclSuccess;
-}
-ncclResult_t ncclGroupEnd(void) {
-    if (--group_depth) return ncclSuccess;
-    for (int sends = 1; sends >= 0; sends--)
-        for (int i = 0; i < n_pending; i++)
-            if (pending[i].job && pending[i].job->sends == (sends == 1)) {
-                job_give(pending[i].comm, pending[i].job);
-                pending[i].job = NULL;
-            }
-    n_pending = 0;
-    return ncclSuccess;
-}
+ncclResult_t ncclGroupStart(void) { return ncclSuccess; }
+ncclResult_t ncclGroupEnd(void) { return ncclSuccess; }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Communicators
@@ -200,21 +209,16 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int size, ncclUniqueId id,
     c->members.id = id;
     *comm = c;
     if (!members_join(&c->members)) return ncclRemoteError;
-    cudaCheck(cudaHostAlloc((void **)&c->done, sizeof *c->done, cudaHostAllocPortable));
+    if (!arena) arena = pinned(ARENA_BYTES);
+    c->done = (uint32_t *)pinned(sizeof *c->done);
     *c->done = 0;
-    pthread_mutex_init(&c->lock, NULL);
-    pthread_cond_init(&c->news, NULL);
-    CHECK(pthread_create(&c->thread, NULL, comm_work, c) == 0, "no thread");
+    for (int sends = 0; sends < 2; sends++) queue_start(&c->queue[!sends], c, sends == 1);
     return ncclSuccess;
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }
 ncclResult_t ncclCommDestroy(ncclComm_t c) {
-    pthread_mutex_lock(&c->lock);
-    c->ends = true;
-    pthread_cond_signal(&c->news);
-    pthread_mutex_unlock(&c->lock);
-    pthread_join(c->thread, NULL);
+    for (int i = 0; i < 2; i++) queue_finish(&c->queue[i]);
     members_leave(&c->members);
     free(c); // but not c->done: a stream may still look there
     return ncclSuccess;
