@@ -8,7 +8,8 @@
 //     stream of the call    copy to the host, event              wait for number n, copy to the device
 //     communicator's thread                    event, exchange, n
 //
-// Sends have a thread of their own and wait for nobody, so a group (ncclGroupStart), whose work goes on together, needs nothing more.
+// Sends have a thread of their own and wait for nobody. In a group (ncclGroupStart), whose work goes on together, all copies to the host come before
+// the first wait, at the group's end.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <nccl.h>
@@ -27,7 +28,7 @@ typedef struct {
     char *data;
     size_t bytes;
     cudaEvent_t passed; // the stream's copy from it or to it is done
-    int busy;           // the communicator's thread still needs it
+    int busy;           // the communicator's thread still needs it, or the stream's copy is not enqueued yet
 } Buffer;
 
 typedef struct Job {
@@ -54,8 +55,19 @@ struct ncclComm {
     Queue queue[2];        // of sends; of all else
 };
 
+// What a stream waits for, and takes then.
+typedef struct {
+    ncclComm *comm;
+    uint32_t number;
+    Buffer *from;
+    void *receive;
+    size_t bytes;
+    cudaStream_t stream;
+} Arrival;
+
 static Buffer buffers[BUFFERS_MAX];
-static int n_buffers;
+static Arrival arrivals[BUFFERS_MAX]; // of the group that is being collected
+static int n_buffers, n_arrivals, group_depth;
 static char *arena;
 static size_t arena_used;
 
@@ -97,7 +109,6 @@ static void job_run(ncclComm *comm, bool sends, Job *j) {
     else result = c.call.kind == RECEIVE ? message_receive(&c) : collective_run(&c);
     if (result != ncclSuccess) __atomic_store_n(&comm->state, (int)result, __ATOMIC_RELEASE);
     if (j->out) __atomic_store_n(&j->out->busy, 0, __ATOMIC_RELEASE);
-    if (j->in) __atomic_store_n(&j->in->busy, 0, __ATOMIC_RELEASE);
     if (j->number) __atomic_store_n(comm->done, j->number, __ATOMIC_RELEASE);
 }
 
@@ -155,6 +166,17 @@ static StreamWait stream_wait(void) {
     return (StreamWait)entry;
 }
 
+static void arrivals_wait(void) {
+    for (int i = 0; i < n_arrivals; i++) {
+        const Arrival *a = &arrivals[i];
+        CHECK(stream_wait()(a->stream, (unsigned long long)(uintptr_t)a->comm->done, a->number, 0) == 0, "cuStreamWaitValue32");
+        cudaCheck(cudaMemcpyAsync(a->receive, a->from->data, a->bytes, cudaMemcpyHostToDevice, a->stream));
+        cudaCheck(cudaEventRecord(a->from->passed, a->stream));
+        __atomic_store_n(&a->from->busy, 0, __ATOMIC_RELEASE);
+    }
+    n_arrivals = 0;
+}
+
 // n elements of each of out_parts leave, and of each of in_parts arrive. sends: a message to `root`.
 static ncclResult_t begin(Kind kind, bool sends, const void *send, int out_parts, void *receive, int in_parts, size_t n, ncclDataType_t type, int op, int root, ncclComm *comm,
                           cudaStream_t stream) {
@@ -162,21 +184,19 @@ static ncclResult_t begin(Kind kind, bool sends, const void *send, int out_parts
     if (__atomic_load_n(&comm->state, __ATOMIC_ACQUIRE) != ncclSuccess) return (ncclResult_t)comm->state;
     Job *j = (Job *)host_alloc(sizeof *j);
     j->c = {{kind, type, op, root, n}, &comm->members, NULL, NULL};
-    Buffer *const leaves = out ? buffer_get(out) : NULL, *const arrives = in ? buffer_get(in) : NULL;
-    const uint32_t number = arrives ? ++comm->calls : 0;
-    j->out = leaves;
-    j->in = arrives;
-    j->number = number;
-    if (leaves) {
-        cudaCheck(cudaMemcpyAsync(leaves->data, send, out, cudaMemcpyDeviceToHost, stream));
-        cudaCheck(cudaEventRecord(leaves->passed, stream));
+    if (out) {
+        j->out = buffer_get(out);
+        cudaCheck(cudaMemcpyAsync(j->out->data, send, out, cudaMemcpyDeviceToHost, stream));
+        cudaCheck(cudaEventRecord(j->out->passed, stream));
+    }
+    if (in) {
+        CHECK(n_arrivals < BUFFERS_MAX, "%d operations in a group", n_arrivals);
+        j->in = buffer_get(in);
+        j->number = ++comm->calls;
+        arrivals[n_arrivals++] = {comm, j->number, j->in, receive, in, stream};
     }
     queue_add(&comm->queue[!sends], j); // whose thread frees it
-    if (arrives) {
-        CHECK(stream_wait()(stream, (unsigned long long)(uintptr_t)comm->done, number, 0) == 0, "cuStreamWaitValue32");
-        cudaCheck(cudaMemcpyAsync(receive, arrives->data, in, cudaMemcpyHostToDevice, stream));
-        cudaCheck(cudaEventRecord(arrives->passed, stream));
-    }
+    if (group_depth == 0) arrivals_wait();
     return ncclSuccess;
 }
 
@@ -191,8 +211,14 @@ ncclResult_t ncclBroadcast(const void *s, void *r, size_t n, ncclDataType_t t, i
 ncclResult_t ncclRecv(void *r, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t st) { return begin(RECEIVE, false, NULL, 0, r, 1, n, t, 0, peer, c, st); }
 ncclResult_t ncclSend(const void *s, size_t n, ncclDataType_t t, int peer, ncclComm_t c, cudaStream_t st) { return begin(RECEIVE, true, s, 1, NULL, 0, n, t, 0, peer, c, st); }
 
-ncclResult_t ncclGroupStart(void) { return ncclSuccess; }
-ncclResult_t ncclGroupEnd(void) { return ncclSuccess; }
+ncclResult_t ncclGroupStart(void) {
+    group_depth++;
+    return ncclSuccess;
+}
+ncclResult_t ncclGroupEnd(void) {
+    if (--group_depth == 0) arrivals_wait();
+    return ncclSuccess;
+}
 
 // ---------------------------------------------------------------------------------------------------------------
 // Communicators
